@@ -26,9 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
 from bonsai_jax.measure import bench
-from bonsai_jax.network import architectures
 from bonsai_jax.weights.placement import Placement
-from checkpoints import open_checkpoint
 
 CHAIN = 64
 GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,COLLECTIVES"}
@@ -64,10 +62,9 @@ def main() -> None:
     arguments = p.parse_args()
     mesh = bj.make_mesh(model=arguments.devices)
     psum = lambda y, peers: jax.lax.psum(y, "model")  # noqa: E731
-    config = architectures.config_of(open_checkpoint("synth:llama-70b:q4_k_m"))
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:
-        peers = Placement(mesh, config, "mailbox").peers()
+        peers = Placement(mesh, "mailbox").peers()
     else:
         peers = jnp.zeros((1, arguments.devices, 1, 1), jnp.uint32)
     variants: dict[str, tuple[Callable, dict]] = {"alone": (lambda y, peers: y, {}), "nccl": (psum, {})}

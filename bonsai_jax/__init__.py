@@ -11,20 +11,21 @@ has them jitted.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 for _name in ("checkpoints", "pallas_kernels"):
-    # In a notebook, a folder of this name in the working directory comes before the installed package.
+    # A file or folder of this name beside a user's script or notebook comes before the installed package.
     _spec = importlib.util.find_spec(_name)
-    _found = [Path(place) for place in (_spec.submodule_search_locations or ())] if _spec else []
+    _folders = list(_spec.submodule_search_locations or ()) if _spec else []
+    _place = _folders[0] if _folders else _spec.origin if _spec else None
     _beside = Path(__file__).resolve().parent.parent
-    if [place.resolve().parent for place in _found[:1]] != [_beside]:
+    if _place is None or Path(_place).resolve() != _beside / _name:
         raise ImportError(
             f"bonsai_jax needs the package {_name} that lies beside it in {_beside}, but Python found "
-            f"{_found[0] if _found else 'none'}; rename that folder, or start Python in another one"
+            f"{_place or 'none'}; rename that {'folder' if _folders else 'file'}, or start Python in another "
+            "folder"
         )
 
 if TYPE_CHECKING:
@@ -46,9 +47,12 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
-    from bonsai_jax.network.decoder import embed
+    from bonsai_jax.network.decoder import embed, unembed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
+    from bonsai_jax.research.embeddings import embed_texts
+    from bonsai_jax.research.harvest import Harvested, harvest
+    from bonsai_jax.research.score import Score, score
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -70,18 +74,23 @@ _HOMES = {
     "bonsai_jax.weights.placement": ("make_mesh",),
     "bonsai_jax.decoding.sampling": ("Logprobs",),
     "bonsai_jax.decoding.state": ("Drawn", "State"),
+    "bonsai_jax.research.embeddings": ("embed_texts",),
+    "bonsai_jax.research.harvest": ("Harvested", "harvest"),
+    "bonsai_jax.research.score": ("Score", "score"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
-    "bonsai_jax.network.decoder": ("embed",),
+    "bonsai_jax.network.decoder": ("embed", "unembed"),
     "checkpoints": ("CheckpointError",),
 }
 
 
 def __getattr__(name: str):
     if name == "__version__":
-        return importlib.metadata.version("bonsai-jax")
+        from importlib import metadata
+
+        return metadata.version("bonsai-jax")
     if name == "jitted":
         return importlib.import_module("bonsai_jax.decoding.jitted")
     for home, names in _HOMES.items():
@@ -100,6 +109,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Handle",
+    "Harvested",
     "KVCache",
     "Logprobs",
     "Model",
@@ -108,17 +118,20 @@ __all__ = [
     "Piece",
     "RunConfig",
     "SamplingParams",
+    "Score",
     "State",
     "Taps",
     "Tokenizer",
     "checked",
     "decode",
     "embed",
+    "embed_texts",
     "extend",
     "forward",
     "from_checkpoint",
     "generate",
     "generate_tokens",
+    "harvest",
     "iter_logits",
     "jitted",
     "load",
@@ -130,7 +143,9 @@ __all__ = [
     "over_mesh",
     "prefill",
     "save_state",
+    "score",
     "start",
     "step",
     "stream",
+    "unembed",
 ]

@@ -22,7 +22,7 @@ def step_names(params: Params, rows: int = 1) -> str:
     schedule = params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)
-    (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers.attention])}
+    (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers["attention"]])}
     return schedule if bits == 8 else f"{schedule}:{bits}"
 
 
@@ -44,7 +44,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
     if (experts := description.config.experts) is not None:
         stored = sum(
             tensor_bytes(t.format, t.shape, t.nbytes, run)
-            for spec, t in description.each()
+            for spec, t in description.sources
             if len(spec.shape) == 3
         )
         read -= round((1 - experts.share_read(1)) * stored)

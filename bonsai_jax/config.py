@@ -3,13 +3,12 @@
 import dataclasses
 import functools
 import math
-import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
 
-from bonsai_jax import choices
+from bonsai_jax import arguments, choices
 
 
 class Half(Protocol):
@@ -197,6 +196,7 @@ class RunConfig:
                  wait until a sequence ends
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
+    Raises ValueError for a value that a setting does not have; it lists those that it has.
     """
 
     impl: choices.Impl = "auto"
@@ -211,16 +211,19 @@ class RunConfig:
     draft: bool = False
 
     def __post_init__(self):
-        _one_of(self, "impl", get_args(choices.Impl))
-        _one_of(self, "schedule", get_args(choices.Schedule))
-        _one_of(self, "weights", get_args(choices.WeightStorage))
-        _one_of(self, "activation_bits", get_args(choices.ActivationBits))
-        _one_of(self, "all_reduce", get_args(choices.AllReduce))
-        _one_of(self, "cache_dtype", (*get_args(choices.CacheDtype), None))
-        _one_of(self, "draft", (True, False))
-        _within(self, "page_size", 1, 2**20, whole=True)
-        _within(self, "context", 0, 2**31 - 1, whole=True)
-        _within(self, "batch_size", 1, 2**31 - 1, whole=True)
+        for name, values in {
+            "impl": get_args(choices.Impl),
+            "schedule": get_args(choices.Schedule),
+            "weights": get_args(choices.WeightStorage),
+            "activation_bits": get_args(choices.ActivationBits),
+            "all_reduce": get_args(choices.AllReduce),
+            "cache_dtype": (*get_args(choices.CacheDtype), None),
+        }.items():
+            _set(self, name, arguments.one_of, values)
+        _set(self, "draft", arguments.flag)
+        _set(self, "page_size", arguments.whole, 1, 2**20)
+        _set(self, "context", arguments.whole)
+        _set(self, "batch_size", arguments.whole, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,6 +244,7 @@ class SamplingParams:
     logit_bias          {token id: added to its logit}
     seed                of which the last 32 bits count; None: drawn from the operating system. Prompts of one
                         call with one SamplingParams get seed, seed + 1, ...
+    Raises ValueError for a value out of these ranges; it names the field.
     """
 
     temperature: float = 0.8
@@ -255,49 +259,40 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        _within(self, "temperature", 0, math.inf)
-        _within(self, "top_k", 0, 2**31 - 1, whole=True)
-        _within(self, "top_p", 0, 1)
-        _within(self, "min_p", 0, 1)
-        _one_of(self, "temperature_first", (True, False))
-        _within(self, "repetition_penalty", 0, math.inf)
+        _set(self, "temperature", arguments.number, 0)
+        _set(self, "top_k", arguments.whole)
+        _set(self, "top_p", arguments.number, 0, 1)
+        _set(self, "min_p", arguments.number, 0, 1)
+        _set(self, "temperature_first", arguments.flag)
+        _set(self, "repetition_penalty", arguments.number)
         if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            _within(self, name, -(10**6), 10**6)
+            _set(self, name, arguments.number, -(10**6), 10**6)
         if self.seed is not None:
-            _within(self, "seed", -math.inf, math.inf, whole=True)
-        if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"SamplingParams: logit_bias is {self.logit_bias!r}; give {{token id: bias}}")
-        for token, bias in self.logit_bias.items():
-            # -inf bans a token; of +inf no distribution can be made.
-            if not (_is_number(token, whole=True) and _is_number(bias) and bias < math.inf):
-                raise ValueError(
-                    f"SamplingParams: logit_bias has {token!r}: {bias!r}; expected a token id and a number"
-                )
+            _set(self, "seed", arguments.any_whole)
+        _set(self, "logit_bias", _biases)
 
 
-def _one_of(config, name: str, choices: tuple) -> None:
-    value = getattr(config, name)
-    if value not in choices:
-        listed = ", ".join(repr(c) for c in choices)
-        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
+def _set(config: Any, name: str, check: Callable[..., Any], *bounds: Any) -> None:
+    """Set a field of a frozen config to what a check of arguments.py makes of it."""
+    value = check(f"{type(config).__name__}: {name}", getattr(config, name), *bounds)
+    object.__setattr__(config, name, value)
 
 
-def _within(config, name: str, low: float, high: float, *, whole: bool = False) -> None:
-    value = getattr(config, name)
-    if not _is_number(value, whole=whole):
-        kind = "a whole number" if whole else "a number"
-        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be {kind}")
-    if not low <= value <= high:  # False for NaN too
-        raise ValueError(f"{type(config).__name__}: {name} is {value}; it must lie in {low:,} to {high:,}")
-
-
-def _is_number(value: Any, *, whole: bool = False) -> bool:
-    """Whether it is one of Python's, numpy's or jax's numbers; NaN is none."""
-    try:
-        return not isinstance(value, str) and (operator.index if whole else float)(value) == value
-    except (TypeError, ValueError):
-        return False
+def _biases(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {arguments.shown(value)}; give {{token id: bias}}")
+    biases = {}
+    for token, bias in value.items():
+        try:
+            token, bias = arguments.whole("", token), arguments.number("", bias)
+        except ValueError:
+            bias = math.inf
+        if bias == math.inf:  # -inf bans a token; +inf gives no distribution
+            pair = f"{arguments.shown(token)}: {arguments.shown(value[token])}"
+            raise ValueError(f"{name} has {pair}; expected a token id and a number")
+        biases[token] = bias
+    return biases

@@ -1,25 +1,28 @@
 """Load a model, and make states for it. What it writes and scores: text.py."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
-from bonsai_jax import compile_cache, threads
+from bonsai_jax import arguments, compile_cache, forks, threads
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
-from bonsai_jax.network import architectures, parallel
+from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
 from bonsai_jax.tokens.tokenizer import Tokenizer
-from bonsai_jax.weights import placement
+from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
-from checkpoints import Checkpoint, open_checkpoint
+from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +62,15 @@ class Model:
         )
 
 
+def check_model(model: Any) -> None:
+    """Raise TypeError for what is no Model, and RuntimeError in a process that was forked after it was
+    loaded."""
+    forks.check()
+    arguments.kind("model", model, Model, "what bj.load returns")
+
+
 def load(
-    source: str,
+    source: str | os.PathLike[str],
     run: RunConfig = RunConfig(),
     *,
     mesh: jax.sharding.Mesh | None = None,
@@ -81,6 +91,9 @@ def load(
     MemoryError when weights and cache do not fit the device, and ValueError for weights that do not split
     over the mesh.
     """
+    arguments.kind("source", source, (str, os.PathLike), "a path, or a name such as 'user/repo:Q8_0'")
+    _check_load(run, mesh, progress)
+    offline = arguments.flag("offline", offline)
     return from_checkpoint(open_checkpoint(source, offline=offline), run, mesh=mesh, progress=progress)
 
 
@@ -92,20 +105,28 @@ def from_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
-    if not isinstance(run, RunConfig):
-        raise TypeError(
-            f"run is a {type(run).__name__}; give bj.RunConfig, such as bj.RunConfig(context=8192)"
-        )
+    arguments.kind("checkpoint", checkpoint, Checkpoint, "what checkpoints.open_checkpoint returns")
+    _check_load(run, mesh, progress)
     compile_cache.use()
     threads.use()
     description = architectures.describe(checkpoint, draft=run.draft)
-    where = None
-    if mesh is not None:
-        where = placement.Placement(placement.usable(mesh), description.config, run.all_reduce)
+    mesh = None if mesh is None else placement.usable(mesh)
+    where = placement.Placement(mesh, run.all_reduce)
     load_plan = plan(description, run, where)
-    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    try:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
     params = network_params.load(load_plan, progress)
     return Model(params, load_plan.config, load_plan.run, tokenizer, checkpoint.source)
+
+
+def _check_load(run: Any, mesh: Any, progress: Any) -> None:
+    forks.check()
+    arguments.kind("run", run, RunConfig, "bj.RunConfig, such as bj.RunConfig(context=8192)")
+    if mesh is not None:
+        placement.usable(mesh)
+    arguments.function("progress", progress)
 
 
 def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = False) -> kv.KVCache:
@@ -113,11 +134,15 @@ def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = Fa
 
     rewinds   layers with a window keep all keys, so that `KVCache.rewind` can take tokens back; else they
               keep a ring of pages
-    Raises ValueError for a batch_size or context below 1.
+    Raises ValueError for a batch_size or context below 1, MemoryError for a cache that no device holds.
     """
-    for name, value in {"batch_size": batch_size, "context": context}.items():
-        if not isinstance(value, int | np.integer) or value < 1:
-            raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
+    check_model(model)
+    batch_size = arguments.whole("batch_size", batch_size, 1)
+    context = arguments.whole("context", context, 1)
+    rewinds = arguments.flag("rewinds", rewinds)
+    asked = f"batch_size={batch_size} and context={context}"
+    rows = -(-batch_size // placement.size(model.mesh, placement.DATA))
+    memory.check_cache(model.config, model.run, rows, rows * context, asked)
     return parallel.empty_cache(model.config, model.run, batch_size, context, model.mesh, rewinds=rewinds)
 
 
@@ -132,9 +157,13 @@ def new_state(
     speculate: str | None = None,
 ) -> core.State:
     """A generation state for batch_size sequences of up to `context` tokens each, all empty.
+    Raises ValueError for a batch_size or context below 1, for another number of params than sequences, and
+    where "mtp" lacks its draft layer.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)
+    Raises ValueError for values that are out of range or more or fewer than the sequences, MemoryError for a
+    cache that no device holds.
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
     return start_state(model, new_cache(model, batch_size, context), params, max_new_tokens, **options)
@@ -151,19 +180,37 @@ def start_state(
 ) -> core.State:
     """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them."""
     rows = cache.lengths.shape[0]
+    ignore_eos = arguments.flag("ignore_eos", ignore_eos)
     stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
     state = core.start(
         cache,
         sampling_arrays.sampler(params, rows, model.config.vocab_size, model.run.impl),
         jax.device_put(np.array([stop_ids or [core.NO_TOKEN]] * rows, np.int32), may_alias=False),
-        jax.device_put(np.array(np.broadcast_to(max_new_tokens, rows), np.int32), may_alias=False),
+        jax.device_put(_new_tokens(max_new_tokens, rows), may_alias=False),
     )
     if speculate is not None:
-        if proposers.get(speculate).DRAFTS and model.params.draft is None:
-            raise ValueError(
-                f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
-            )
+        check_speculate(model, speculate)
         device_rows = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, device_rows)
+        if proposers.get(speculate).DRAFTS:
+            whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
+            new = new.replace(draft=draft.empty(whole, model.run, rows, cache.num_pages))
         state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)
+
+
+def check_speculate(model: Model, speculate: str) -> None:
+    """Raise NotImplementedError for no proposer's name, ValueError for one that this model cannot use."""
+    if proposers.get(speculate).DRAFTS and model.params.draft is None:
+        raise ValueError(
+            f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
+        )
+
+
+def _new_tokens(max_new_tokens: Any, rows: int) -> Int[np.ndarray, "B"]:
+    """max_new_tokens of each row, from one number for all or one each."""
+    if np.ndim(max_new_tokens) == 0:
+        max_new_tokens = [max_new_tokens] * rows
+    if len(max_new_tokens) != rows:
+        raise ValueError(f"max_new_tokens has {len(max_new_tokens)} numbers for {rows} sequences")
+    return np.array([arguments.whole("max_new_tokens", n) for n in max_new_tokens], np.int32)

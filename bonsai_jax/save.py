@@ -12,26 +12,30 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
+from bonsai_jax import arguments
 from bonsai_jax.decoding.sampling import Sampler, kernel
 from bonsai_jax.decoding.state import Speculation, State
-from bonsai_jax.model import Model
+from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, parallel
-from bonsai_jax.network.cache import DraftState, KVCache
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.draft import DraftState, with_kernels
+from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights import placement
-from pallas_kernels import cache_layouts
 
 KINDS = ("State", "KVCache")
-FORMAT = "bonsai-jax state 2"
+FORMAT = "bonsai-jax state 3"
 
 
 def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """Write a generation state, or a cache alone (a prefix that many will share), as a safetensors file.
+    Raises TypeError for anything else, and OSError where the file cannot be written.
 
-    Every array has the name of its field, "cache.attention.0.k" or "sampler.counts"; random keys are saved as
-    their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced, only when
-    all is written.
+    Every array has the name of its field, "cache.states.attention.0.k" or "sampler.counts"; random keys are
+    saved as their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced,
+    only when all is written.
     """
+    arguments.kind("path", path, (str, os.PathLike), "a file's path")
     path = Path(path)
     if not isinstance(state, State | KVCache):
         raise TypeError(f"save_state: a {type(state).__name__} was given; State and KVCache can be saved")
@@ -69,6 +73,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.
     """
+    arguments.kind("path", path, (str, os.PathLike), "a file's path")
+    check_model(model)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
@@ -84,8 +90,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         cache_fields = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
         cache = _cache(cache_fields, metadata)
         _check_cache(path, cache, model)
-        run = dataclasses.replace(model.run, page_size=cache.page_size)
-        cache = kv.with_kernels(cache, model.config, run)
+        cache = cache.replace(states=kv.with_kernels(cache.states, model.config, model.run))
         if metadata["kind"] == "KVCache":
             return parallel.place_state(cache, model.mesh)
         sampler = fields.pop("sampler")
@@ -93,7 +98,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         sampler = Sampler(keys=keys, impl=kernel(model.config.vocab_size, model.run.impl), **sampler)
         if "speculation" in fields:
             how = {"proposer": metadata["proposer"], "width": int(metadata["speculation_width"])}
-            fields["speculation"] = Speculation(**fields["speculation"], **how)
+            fields["speculation"] = _speculation(path, fields["speculation"], how, model)
         state = State(cache=cache, sampler=sampler, **fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: this state lacks a field, or has one too many: {error}") from error
@@ -103,36 +108,42 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
 
 def _cache(fields: dict[str, Any], metadata: dict[str, str]) -> KVCache:
     """The cache of a file: states by kind, and within a kind by the number of their group."""
-    for kind in ("attention", "delta_net"):
-        groups = sorted(fields.get(kind, {}).items(), key=lambda item: int(item[0]))
-        fields[kind] = tuple(kinds.get(kind).State(**state) for _, state in groups)
+    states = {}
+    for kind, groups in fields.pop("states").items():
+        in_order = sorted(groups.items(), key=lambda item: int(item[0]))
+        states[kind] = tuple(kinds.get(kind).State(**state) for _, state in in_order)
+    return KVCache(**fields, states=states, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)
+
+
+def _speculation(path, fields: dict[str, Any], how: dict[str, Any], model: Model) -> Speculation:
+    """What a file's state speculates with. Raises ValueError where only one of it and the model has a draft
+    layer."""
+    draft = None
     if "draft" in fields:
-        fields["draft"] = DraftState(**fields["draft"])
-    return KVCache(**fields, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)
+        stored = fields.pop("draft")
+        _check(path, "a draft layer", True, model.config.draft is not None)
+        state = kinds.get("attention").State(**stored.pop("attention"))
+        draft = with_kernels(DraftState(state, **stored), model.config, model.run)
+    return Speculation(**fields, **how, draft=draft)
 
 
 def _check_cache(path, cache: KVCache, model: Model) -> None:
     """Raise ValueError for a cache that is not of this model's shape."""
-    config, rows, run = model.config, cache.lengths.shape[0], model.run
+    run = dataclasses.replace(model.run, page_size=cache.page_size)
     if (dtype := kv.dtype_name(cache)) != run.cache_dtype:
         raise ValueError(
             f"{path}: the cache is {dtype}, but this model runs with {run.cache_dtype}; load it with "
             f'RunConfig(cache_dtype="{dtype}")'
         )
     # Devices that share fewer KV heads than they are have copies of them.
-    whole = parallel.with_copied_heads(config, placement.size(model.mesh, placement.MODEL))
-    groups = whole.groups("attention")
-    _check(path, "groups of layers with attention", len(cache.attention), len(groups))
-    for group, state in zip(groups, cache.attention, strict=True):
-        layers, _, _, heads, head_dim = cache_layouts.shape(state.k)
-        _check(path, "layers", layers, len(group.layers))
-        _check(path, "KV heads", heads, group.settings.num_kv_heads)
-        _check(path, "head_dim", head_dim, group.settings.head_dim)
-    shapes = lambda states: [(state.s.shape, state.tail.shape) for state in states]  # noqa: E731
-    expected = jax.eval_shape(lambda: kv.empty_states(config, rows))
-    _check(path, "recurrent states", shapes(cache.delta_net), shapes(expected))
-    drafts = "no draft layer" if cache.draft is None else "a draft layer"
-    _check(path, drafts, cache.draft is not None, config.draft is not None)
+    whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
+    expected = jax.eval_shape(lambda: kv.empty_states(whole, run, Room(len(cache.lengths), cache.capacity)))
+    for kind in expected | cache.states:
+        own, others = cache.states.get(kind, ()), expected.get(kind, ())
+        _check(path, f"groups of layers with {kind}", len(own), len(others))
+        for state, other in zip(own, others, strict=True):
+            for name, size in other.sizes().items():
+                _check(path, name, state.sizes()[name], size)
 
 
 def _check(path, what: str, stored: Any, expected: Any) -> None:

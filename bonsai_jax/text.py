@@ -1,9 +1,10 @@
 """Text in, text out: `generate` and `stream`, which run an engine's loop (engine/), and `logits`."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -18,7 +19,7 @@ from bonsai_jax.engine.plans import row_sizes
 from bonsai_jax.engine.prompts import (
     Ids,
     Prompt,
-    check_new,
+    answer_options,
     check_room,
     checked_sampling,
     each_prompt,
@@ -28,13 +29,15 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
-from bonsai_jax.model import Model
+from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.research import answers
 from bonsai_jax.weights import placement
+from pallas_kernels.device import platform
 
 STREAM_WAIT_S = 0.1  # most seconds between two pieces of `stream`, if a step takes less
 
@@ -50,14 +53,15 @@ def generate(
     logprobs: int | None = None,
     speculate: str | None = None,
     taps: Taps | None = None,
+    read: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
     progress: Progress = False,
 ) -> list[Output]:
     """Answer prompts, up to `model.run.batch_size` at once (on each device that the mesh gives rows to). When
     an answer ends, the next prompt begins (engine/).
 
-    prompts         texts, token ids, or float32 [T, hidden]: vectors as `embed` makes them (a trained soft
-                    prompt). A text, or an array of vectors, is one prompt
+    prompts         a prompt, or a list of prompts: each a text, token ids as a list or an integer array [T],
+                    or float32 [T, hidden], vectors as `embed` makes them (a trained soft prompt)
     max_new_tokens  most tokens of each answer
     sampling        one for all prompts, or one each
     stop            texts that end an answer
@@ -67,29 +71,40 @@ def generate(
     speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
                     proposals from the text itself (speculation.py); "mtp": with proposals from the file's
                     draft layer, for a model loaded with RunConfig(draft=True)
-    taps            edits activations (steering). To read them, call `forward` on the answer
+    taps            edits activations (steering)
+    read            what to read at the position from which each token is drawn: Output.activations. Prompt
+                    and answer are read once more for it, at the speed of prefill (research/answers.py), and
+                    generation is as fast as without
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in, so define it once for all calls. It must treat each row by itself; rows
                     that look at each other need generate_tokens
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
-    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
+    Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
+    where no token can be drawn, because logits are NaN or infinite or every token is banned;
     NotImplementedError for a `speculate` that has no file in proposers/.
     """
+    check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
-    options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
-    how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}
+    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: list[list[Any]] = [[] for _ in ids]
-    requests = list(zip(ids, per_row, [parts.append for parts in pieces], strict=True))
-    check_new(max_new_tokens)
+    requests = list(zip(ids, per_row, [_taking(parts) for parts in pieces], strict=True))
+    if read is not None:
+        answers.check_read(read, model.config.num_layers, ids)
     if not ids:
         return []
     with _loop(model, requests, how, **options) as loop, shown(progress, "answering") as update:
         while loop.turn():
             update(len(ids) - len(loop.answers), len(ids))
         update(len(ids), len(ids))
-    return [output(parts, len(prompt)) for parts, prompt in zip(pieces, ids, strict=True)]
+    outputs = [output(parts, len(prompt)) for parts, prompt in zip(pieces, ids, strict=True)]
+    if read is None:
+        return outputs
+    tokens = [one.tokens for one in outputs]
+    activations = answers.read_answers(model, cast(list[list[int]], ids), tokens, read, taps)
+    return [dataclasses.replace(one, activations=own) for one, own in zip(outputs, activations, strict=True)]
 
 
 def stream(
@@ -108,14 +123,14 @@ def stream(
     """Answer one prompt, piece by piece, while the device runs the next steps. Arguments and errors as for
     `generate`.
 
-    Text that could be the beginning of a stop string comes with a later piece, once it is known not to be.
+    A `break` out of the loop over the pieces ends the generation. Text that could be the beginning of a stop
+    string comes with a later piece, once it is known not to be.
     """
     ids = encode(model, prompt)
-    options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
-    how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}
+    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    request = ids, checked_sampling(sampling), pieces.append
-    check_new(max_new_tokens)
+    request = ids, checked_sampling(sampling), _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
@@ -124,6 +139,17 @@ def stream(
                 yield piece
                 if piece.finish_reason is not None:
                     return
+
+
+def _taking(pieces: Any) -> Callable[[Any], None]:
+    """A function that appends a request's pieces to these, and raises an exception that ends it."""
+
+    def add(piece: Any) -> None:
+        if isinstance(piece, Exception):
+            raise piece
+        pieces.append(piece)
+
+    return add
 
 
 @contextlib.contextmanager
@@ -138,18 +164,33 @@ def _loop(
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
+    run = model.run
     each = -(-len(ids) // placement.size(model.mesh, placement.DATA))  # prompts for each device
-    rows = next((n for n in row_sizes(model.run.batch_size) if n >= each), model.run.batch_size)
-    context = min(core.bucket(max(map(len, ids)) + how["max_new_tokens"]), model.run.context)
-    pages = rows * kv.page_count(context, model.run.page_size)
+    rows = next((n for n in row_sizes(run.batch_size) if n >= each), run.batch_size)
+    pages = _pool_pages(model, [len(prompt) + how["max_new_tokens"] for prompt in ids])
     biases = bias_width([params for _, params, _ in requests])
-    loop = Loop(model, Options(rows, pages, context, biases=biases, **options))
+    loop = Loop(model, Options(run.batch_size, pages, run.context, biases=biases, **options))
     try:
         for prompt, params, on_piece in requests:
             loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
+        if how["max_new_tokens"] > 1:
+            loop.prepare(rows)
         yield loop
     finally:
         loop.close()
+
+
+def _pool_pages(model: Model, lengths: Sequence[int]) -> int:
+    """Pages of each device's cache for answers that end at these lengths. All calls share few sizes, because
+    programs are compiled for each: on a GPU there is one, the size that `load` has checked; on a CPU, where
+    fresh memory costs time, room for 1,024 tokens, 4,096 and so on."""
+    run = model.run
+    most = run.batch_size * kv.page_count(run.context, run.page_size)
+    if platform() != "cpu":
+        return most
+    longest = sorted((kv.page_count(n, run.page_size) for n in lengths), reverse=True)[: run.batch_size]
+    sizes = (kv.page_count(4**i, run.page_size) for i in range(5, 32))
+    return min(most, next(pages for pages in sizes if pages >= sum(longest)))
 
 
 def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
@@ -162,7 +203,7 @@ def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
 
 def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.ndarray, "chunk V"]]:
     """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
-    ids = encode(model, token_ids)
+    ids = encode(model, token_ids, "token_ids")
     check_room(model, len(ids), 0)
     rows = placement.padded_rows(1, model.mesh)
     context = min(core.bucket(len(ids)), model.run.context)  # few programs

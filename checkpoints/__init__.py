@@ -18,7 +18,7 @@ from .checkpoint import Checkpoint, CheckpointError, Gathered, RandomTensor, Ten
 from .folding import Folding, folding
 from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
-from .hub import fetch, is_hub_name
+from .hub import fetch, is_address, is_hub_name
 from .safetensors import open_folder
 from .synth import open_synth
 
@@ -43,6 +43,7 @@ MODEL_KINDS = (
 def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:
     """Open a model: "synth:<model>:<format>[:seed]", a path, "user/repo[:quant]" on the Hub, or "demo".
 
+    An address such as "https://huggingface.co/user/repo" or "hf.co/user/repo:quant" means "user/repo".
     An existing path takes precedence over a name on the Hub. `offline` uses only the cache of the Hub.
     Tensors of files are views of memory maps: opening reads the headers only.
     Raises CheckpointError, with the problem and what is expected, if the model cannot be opened.
@@ -55,7 +56,7 @@ def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Chec
     path = os.path.expanduser(name)
     if name == demo.NAME and not os.path.exists(path):
         return _open_path(demo.demo_path())
-    is_file_name = name.endswith((".gguf", ".safetensors")) and ":" not in name
+    is_file_name = name.endswith((".gguf", ".safetensors")) and ":" not in name and not is_address(name)
     if not os.path.exists(path) and not is_file_name and is_hub_name(name):
         return _open_path(fetch(name, offline=offline))
     return _open_path(Path(path))

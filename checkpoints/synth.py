@@ -81,7 +81,7 @@ class _Model:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
 
 
-_MODELS = {
+MODELS = {
     "bonsai-8b": _Model(
         "qwen3", 36, 4096, 12288, 32, 8, 128, 151669, 65536, 1e6, False, 151643, yarn=(4.0, 16384)
     ),
@@ -119,6 +119,10 @@ _MODELS = {
     "tiny-qwen2": _Model("qwen2", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
     "tiny-llama": _Model(
         "llama", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
+    ),
+    # No gate.
+    "tiny-arcee": _Model(
+        "arcee", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
     ),
     # Both kinds of layer, layers behind the last period, several v heads of a k head.
     "tiny-qwen35": _Model(
@@ -164,8 +168,8 @@ def open_synth(source: str) -> Checkpoint:
             f"{source}: not a synthetic model; write synth:<model>:<format>[:seed], as synth:bonsai-8b:q1_0"
         )
     _, name, format, *seeds = parts
-    if name not in _MODELS:
-        raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
+    if name not in MODELS:
+        raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(MODELS)}")
     known = [*_MIXES, *(format for format in GEOMETRY if format not in _NOT_WEIGHTS)]
     if format not in known:
         known = f"{', '.join(known)} (checkpoints/geometry.py lists them)"
@@ -173,7 +177,7 @@ def open_synth(source: str) -> Checkpoint:
     seed = seeds[0] if seeds else "0"
     if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
         raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")
-    model = _MODELS[name]
+    model = MODELS[name]
     tensors = {
         tensor_name: _describe(source, tensor_name, tensor_format, shape, int(seed), mean, std)
         for tensor_name, tensor_format, shape, mean, std in _tensors(model, format)
@@ -222,7 +226,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
                 _, format, shape, mean, std = linear("", rows, columns, format, gain)
                 yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
             return
-        yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
+        if model.architecture != "arcee":
+            yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
         if model.windows:

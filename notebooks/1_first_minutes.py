@@ -62,7 +62,7 @@ for attempt in ("compiling", "compiled"):
 
 # %%
 packed = bj.load(SOURCE, bj.RunConfig(weights="packed"))
-(attention,), (mlp,) = packed.params.layers.attention, packed.params.layers.mlp
+(attention,), (mlp,) = packed.params.layers["attention"], packed.params.layers["mlp"]
 stacks = {"output": attention.o, "gate": mlp.gate, "up": mlp.up, "down": mlp.down}
 for name, stack in stacks.items():
     weights = len(stack.where) * stack.shape[0] * stack.shape[1]

@@ -122,7 +122,7 @@ for name, tokens in answers.items():
 # A split matrix lies in shards. Of every layer's `up`, each of the tensor parallel devices has its rows:
 
 # %%
-(mlp,) = models[f"tensor {PARTS}"].params.layers.mlp
+(mlp,) = models[f"tensor {PARTS}"].params.layers["mlp"]
 up = mlp.up.parts[0].fields["qs"]
 print("up, [layers, outputs, blocks, codes]:", up.shape)
 for piece in up.addressable_shards:
@@ -149,7 +149,7 @@ weights, caches = {}, {}
 for name, sharded in models.items():
     state = bj.new_state(sharded, ROWS, 256, bj.SamplingParams(), NEW)
     weights[name] = max(bytes_by_device(sharded.params).values()) / 1e6
-    caches[name] = max(bytes_by_device(state.cache.attention).values()) / 1e6
+    caches[name] = max(bytes_by_device(state.cache.states["attention"]).values()) / 1e6
     print(f"{name:18} weights {weights[name]:7.2f} MB, cache {caches[name]:6.2f} MB on the fullest device")
 assert weights[f"tensor {PARTS}"] < 1.25 * weights["one device"] / PARTS
 assert caches[f"data {DEVICES}"] == caches["one device"] / DEVICES

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 import bonsai_jax as bj
-from bonsai_jax.network import decoder
 
 try:
     import matplotlib.pyplot as plt  # uv run --group notebook ...
@@ -103,7 +102,7 @@ for token, share in zip(text.tolist(), attribution.tolist(), strict=True):
 
 # %%
 logits, kept = forward(params, vectors, bj.Taps({"output", "attention", "mlp"}))
-lens = decoder.logits(params, kept["output"], config)[:, -1]  # [L, V]
+lens = bj.unembed(params, kept["output"], config)[:, -1]  # [L, V]
 ranks = (lens > lens[:, winner, None]).sum(axis=-1)
 for layer in range(0, config.num_layers, max(1, config.num_layers // 10)):
     writes = [float(jnp.linalg.norm(kept[name][layer, -1])) for name in ("attention", "mlp")]
@@ -124,7 +123,7 @@ assert int(lens[-1].argmax()) == winner
 # %%
 LAYER = 2 * config.num_layers // 3
 wanted = int(ids_of(" green")[0])
-toward = jax.grad(lambda x: decoder.logits(params, x, config)[wanted])
+toward = jax.grad(lambda x: bj.unembed(params, x, config)[wanted])
 direction = toward(kept["output"][LAYER, -1])
 direction /= jnp.linalg.norm(direction)
 

@@ -41,8 +41,11 @@ ARRAYS = Math(
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Activation:
-    """formula    (gate, up, math, *constants) -> hidden, a function that closes over nothing
-    constants  of the formula
+    """An activation of a gated feed-forward: hidden = formula(gate, up, math, *constants), elementwise.
+
+    formula    (gate, up, math, *constants) -> hidden, a function that closes over nothing
+    constants  of the formula, Python numbers
+    Two of the same formula and constants are equal. Raises ValueError for a formula that closes over values.
     """
 
     formula: Callable[..., Any]
@@ -99,19 +102,26 @@ def _clamped(x, limit: float, math: Math):
     return math.minimum(math.maximum(x, -limit), limit)
 
 
-SILU = Activation(silu)  # SwiGLU: g sigmoid(g) u (Shazeer 2020)
-GELU = Activation(gelu)  # g Phi(g) u, by the error function (Hendrycks and Gimpel 2016)
-GELU_TANH = Activation(gelu_tanh)  # 0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) u, as in Gemma
-RELU_SQUARED = Activation(relu_squared)  # max(g, 0)^2 u (So et al. 2021)
+SILU = Activation(silu)
+"""g sigmoid(g) u: SwiGLU (Shazeer 2020)."""
+GELU = Activation(gelu)
+"""g Phi(g) u, by the error function (Hendrycks and Gimpel 2016)."""
+GELU_TANH = Activation(gelu_tanh)
+"""0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) u, as in Gemma."""
+RELU_SQUARED = Activation(relu_squared)
+"""max(g, 0)^2 u (So et al. 2021)."""
 
 
 def clamped_swiglu(limit: float) -> Activation:
-    """silu(min(g, limit)) clamp(u, -limit, limit)"""
+    """hidden = silu(min(g, limit)) clamp(u, -limit, limit)"""
     return Activation(_clamped_swiglu, (limit,))
 
 
 def swiglu_oai(limit: float = 7.0, alpha: float = 1.702) -> Activation:
-    """g' sigmoid(alpha g') (u' + 1), g' = min(g, limit), u' = clamp(u, -limit, limit), as in gpt-oss."""
+    """hidden = g' sigmoid(alpha g') (u' + 1), g' = min(g, limit), u' = clamp(u, -limit, limit)
+
+    As in gpt-oss.
+    """
     return Activation(_swiglu_oai, (limit, alpha))
 
 

@@ -62,9 +62,7 @@ class Experts:
 class Attention:
     """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
 
-    window  keys that a query sees, itself among them; None: all before it
-    scale   of scores; None: 1 / sqrt(head_dim)
-    softcap  scores are softcap tanh(score / softcap); None: they are not bounded
+    window, scale, softcap  of scores (attention/scores.py)
     rotated  values of a head that rope turns; None: all
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages

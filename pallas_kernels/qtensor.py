@@ -88,7 +88,10 @@ class QTensor(struct.PyTreeNode):
 
 
 def from_blocks(raw: jax.Array, format: str) -> QTensor:
-    """File bytes, uint8 [*lead, N, bytes of a row] -> QTensor."""
+    """File bytes, uint8 [*lead, N, bytes of a row] -> QTensor.
+
+    Raises NotImplementedError for a format that has no file in pallas_kernels/formats.
+    """
     fields = formats.unpack(format, raw)
     columns = raw.shape[-1] // formats.get(format).BLOCK.itemsize * formats.get(format).WEIGHTS
     return QTensor(fields, format, (raw.shape[-2], columns))

@@ -3,6 +3,7 @@
 Candidates ask them (selection.py); the numbers of rows that a kernel is for stand there.
 """
 
+import importlib
 import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
@@ -24,23 +25,23 @@ def no_reason(problem: Problem) -> None:
 
 
 def bit_decode_ring(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or bit_decode_b1(problem):
-        return reason
-    from pallas_kernels.matmul.bit_mma import decode_ring as kernel  # only GPUs need it
-
-    return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
+    return _on_hopper(problem) or _bit_decode("decode_ring", problem)
 
 
 def bit_decode_s8(problem: Matmul) -> str | None:
-    if reason := bit_decode_b1(problem):
-        return reason
-    from pallas_kernels.matmul.bit_mma import decode_s8 as kernel  # only GPUs need it
-
-    return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
+    return _bit_decode("decode_s8", problem)
 
 
 def bit_decode_b1(problem: Matmul) -> str | None:
     return _family("bit", problem)
+
+
+def _bit_decode(kernel: str, problem: Matmul) -> str | None:
+    """With the kernel's own reasons; only GPUs need to import it."""
+    if reason := _family("bit", problem):
+        return reason
+    module = importlib.import_module(f"pallas_kernels.matmul.bit_mma.{kernel}")
+    return module.refuses(problem.n, problem.k, problem.matrices, problem.bits)
 
 
 def bit_prefill_sm90(problem: Matmul) -> str | None:
@@ -87,9 +88,7 @@ def _family(family: str, problem: Matmul) -> str | None:
 def grouped(problem: Experts) -> str | None:
     if reason := int_experts(problem) or _on_hopper(problem):
         return reason
-    if not problem.whole:
-        return "gate and up have different formats, or other kernels than down"
-    return None
+    return None if problem.whole else "gate and up have different formats, or other kernels than down"
 
 
 def int_experts(problem: Experts) -> str | None:
@@ -144,9 +143,8 @@ def cpu_attention(problem: Attention) -> str | None:
 def _attention(problem: Attention) -> str | None:
     if reason := _since_ampere(problem):
         return reason
-    if problem.head_dim not in (64, 128, 256):
-        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
-    return None
+    known = problem.head_dim in (64, 128, 256)
+    return None if known else f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
 
 
 def _plain_scores(problem: Attention) -> str | None:
@@ -179,10 +177,9 @@ def one_launch(problem: Step) -> str | None:
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if reason := _several_phases(problem):
         return reason
-    if problem.layers is None:
-        return "not all layers' weights are Q1_0, joined by layer"
-    if others := _others_than("bit", problem.layers):
-        return f"not all layers' weights are Q1_0, joined by layer: {others}"
+    if problem.layers is None or (others := _others_than("bit", problem.layers)):
+        others = "" if problem.layers is None else f": {others}"
+        return f"not all layers' weights are Q1_0, joined by layer{others}"
     if reason := _plain_scores(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it

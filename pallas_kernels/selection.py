@@ -230,11 +230,9 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
             reason = f"{impl} was asked for"
         if reason is None and taken:
             reason = "comes later"
-        if reason is None:
-            taken = True
-            verdicts.append(Verdict(candidate.name, True, FIRST + candidate.detail(problem)))
-        else:
-            verdicts.append(Verdict(candidate.name, False, reason))
+        taken = taken or reason is None
+        why = FIRST + candidate.detail(problem) if reason is None else reason
+        verdicts.append(Verdict(candidate.name, reason is None, why))
     return verdicts
 
 
@@ -299,7 +297,13 @@ def schedules(problem: Step, impl: str = "auto") -> tuple[tuple[int, str], ...]:
 
 def for_device(w: QTensor, *, matrices: int = 1, bits: int = 8, impl: str = "auto") -> QTensor:
     """A matrix, or a stack of them, in the layout and with the kernels that it would be loaded with on the
-    default device (`products`)."""
+    default device (`products`).
+
+    matrices  how many of this shape are multiplied with one input (gate and up: 2)
+    bits      8 or 16, to which kernels may round activations
+    impl      "auto", "reference", "pallas", or the name of a candidate
+    Raises ValueError for a name that no candidate has.
+    """
     problem = Matmul(device.platform(), w.format, *w.shape, matrices=matrices, bits=bits)
     chosen = products(problem, impl)
     return (tile(w) if chosen.tiled else w).replace(products=chosen)

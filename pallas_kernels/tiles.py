@@ -11,13 +11,17 @@ halves of a group, but the order of columns within a group is free, as long as a
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import packing
+
 TILE_ROWS, TILE_COLUMNS = 16, 256
+ONES = 0x01010101  # a 1 in each byte of a word
 Word = Any  # an MLIR i32
 Real = Any  # an MLIR float32
 
@@ -60,18 +64,131 @@ class WholeScales(NamedTuple):
     eights: list[list[Word]]
 
 
+class Arrangement(NamedTuple):
+    """Rows of a matrix cut into tiles, and these into r and g (row 8 r + g); columns cut into steps, and
+    these into more axes; all in the order in which lanes want them.
+
+    cut    {name: size} of the axes of a step's columns
+    order  all axes of a tile, by name
+    """
+
+    cut: dict[str, int]
+    order: Sequence[str]
+
+    def tiled(self, x: jax.Array) -> jax.Array:
+        """[*lead, N, K] -> [*lead, tiles, steps, *order]. Partial tiles are filled with zeros."""
+        *lead, n, k = x.shape
+        step = math.prod(self.cut.values())
+        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, -n % TILE_ROWS), (0, -k % step)])
+        x = x.reshape(*lead, -(-n // TILE_ROWS), 2, 8, -(-k // step), *self.cut.values())
+        return _transposed(x, ["tile", "r", "g", "step", *self.cut], ["tile", "step", *self.order])
+
+    def untiled(self, x: jax.Array, shape: tuple[int, int], axes: int) -> jax.Array:
+        """The inverse: [*lead, *shape]. x has so many axes behind those of tiles and steps."""
+        *lead, tiles, steps = x.shape[: x.ndim - axes]
+        sizes = {"r": 2, "g": 8, **self.cut}
+        x = x.reshape(*lead, tiles, steps, *(sizes[name] for name in self.order))
+        x = _transposed(x, ["tile", "step", *self.order], ["tile", "r", "g", "step", *self.cut])
+        return x.reshape(*lead, tiles * TILE_ROWS, -1)[..., : shape[0], : shape[1]]
+
+
+def _transposed(x: jax.Array, axes: list[str], to: list[str]) -> jax.Array:
+    lead = x.ndim - len(axes)
+    return x.transpose(*range(lead), *(lead + axes.index(name) for name in to))
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """How a tile's integers are packed into vectors of four words. A codebook is a subclass with methods of
+    its own.
+
+    group   columns that share a scale, 32 or 16
+    layout  bytes that share the bits of neighbouring groups (packing.py), which are its digits. A vector has
+            the four words of such a byte (A0 to A3), for groups of 16 two words of one run of groups and two
+            of the next
+    units   the value of 1 in the bytes of even and of odd groups, a power of two. Kernels that make float16
+            weights divide the bytes by it and multiply the scales, which would else underflow
+    """
+
+    group: int
+    layout: str
+    units: tuple[int, int] = (1, 1)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(groups of a run, its bytes, runs that share vectors)"""
+        return len({*self.layout} - {" "}), len(self.layout.split()), 32 // self.group
+
+    @property
+    def arrangement(self) -> Arrangement:
+        groups, parts, runs = self.sizes
+        each = TILE_COLUMNS // (self.group * groups * runs)
+        cut = {"i": each, "run": runs, "byte": parts, "t": 4, "half": self.group // 16}
+        return Arrangement(cut, ("i", "byte", "g", "t", "run", "half", "r"))
+
+    def tiled(self, codes: jax.Array) -> jax.Array:
+        """uint8 [*lead, N, blocks, WEIGHTS] -> uint32 [*lead, N / 16, K / 256, vectors, 32 lanes, 4]."""
+        *lead, blocks, weights = codes.shape
+        codes = codes.reshape(*lead, blocks * weights)
+        codes = jnp.pad(codes, [(0, 0)] * len(lead) + [(0, -blocks * weights % TILE_COLUMNS)])
+        words = jax.lax.bitcast_convert_type(codes.reshape(*lead, -1, 4), jnp.uint32)
+        runs = packing.pack(words.reshape(*lead, -1, self.sizes[0], self.group // 4), self.layout, ONES)
+        words = self.arrangement.tiled(runs.reshape(*lead, -1))
+        return words.reshape(*words.shape[:-7], -1, 32, 4)
+
+    def untiled(self, words: jax.Array, shape: tuple[int, int], weights: int) -> jax.Array:
+        """The inverse for matrices of this shape: uint8 [*lead, N, blocks, weights]."""
+        columns = words.shape[-4] * math.prod(self.arrangement.cut.values())
+        words = self.arrangement.untiled(words, (shape[0], columns), axes=3)
+        *lead, _ = words.shape
+        runs = packing.unpack(words.reshape(*lead, -1, self.sizes[1], self.group // 4), self.layout, ONES)
+        codes = jax.lax.bitcast_convert_type(runs, jnp.uint8).reshape(*lead, -1)
+        return codes[..., : shape[1]].reshape(*lead, -1, weights)
+
+    def integers(self, vectors: list[list[Word]]) -> list[Integers]:
+        """The lane's vectors -> the Integers of each group of the tile. In each vector rows g and g + 8
+        alternate: kernels may put row g of another matrix in place of row g + 8."""
+        groups, parts, runs = self.sizes
+        out = []
+        for i in range(0, len(vectors), parts):
+            for run in range(runs):
+                words = [vector[4 // runs * run :][: 4 // runs] for vector in vectors[i : i + parts]]
+                integers = [
+                    [self._integers(w, group) for group in range(groups)] for w in zip(*words, strict=True)
+                ]
+                out += map(Integers, zip(*integers, strict=True), map(self._mask, range(groups)))
+        return out
+
+    def _integers(self, words: Sequence[Word], group: int) -> Word:
+        """Four of a group, from a word of each byte: pieces are shifted to their places and merged."""
+        from pallas_kernels.gpu import lanes
+
+        merged, above = None, 0
+        for byte, left, code, right, _ in packing.pieces(self.layout):
+            if code == group:
+                piece = _shifted(words[byte], self._low(group) + right - left)
+                merged = piece if merged is None else lanes.merged(merged, piece, above * ONES)
+                above = 0x100 - (1 << self._low(group) + right)
+        return merged
+
+    def _mask(self, group: int) -> int:
+        return (1 << self.layout.count(str(group))) - 1 << self._low(group)
+
+    def _low(self, group: int) -> int:
+        return self.units[group % 2].bit_length() - 1
+
+
+def _shifted(word: Word, left: int) -> Word:
+    return word << left if left > 0 else word >> -left if left else word
+
+
 @dataclasses.dataclass(frozen=True)
 class Lanes:
     """How a lane reads its share of a tile: all that the "int" kernels need to know about a format.
 
-    group         columns that share a scale, 32 or 16
+    words         how integers lie in the field "words", and how a lane gets them from there
     signed        whether the bytes are signed
     minimums      whether a minimum is subtracted
-    units         the value of 1 in the bytes of even and of odd groups, a power of two. Kernels that make
-                  float16 weights divide the bytes by it and multiply the scales, which would else underflow
-    integers      the lane's vectors of "words" -> the Integers of each group of the tile. Codebooks are
-                  looked up here. In each vector of four, rows g and g + 8 alternate: kernels may put row g of
-                  another matrix in place of row g + 8
     scales        {field: the lane's words, or vectors of four}, the lane's number -> Scales or WholeScales of
                   each eight groups
     whole_scales  whether these are WholeScales, for groups of 16 only: int_decode then sums integers of 32
@@ -84,14 +201,17 @@ class Lanes:
     operations. The functions import it themselves, because only GPUs need it.
     """
 
-    group: int
+    words: Words
     signed: bool
     minimums: bool
-    integers: Callable[[list[list[Word]]], list[Integers]]
     scales: Callable[[dict[str, Any], Word], list[Scales] | WholeScales]
     whole_scales: bool = False
-    units: tuple[int, int] = (1, 1)
     half_scales: Callable[[dict[str, Any]], list[list[list[Word]]]] | None = None
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale, 32 or 16."""
+        return self.words.group
 
     @property
     def activation_group(self) -> int:
@@ -99,116 +219,70 @@ class Lanes:
         return 2 * self.group if self.whole_scales else self.group
 
 
-def lane_words(codes: jax.Array, group: int) -> jax.Array:
-    """uint8 [*lead, N, K] -> uint32 [*lead, N / 16, K / 256, 256 / group, 32 lanes, group / 8]. Partial tiles
-    are filled with zeros. The last axis is A0, A1, A2, A3 of the picture (A0, A1 for groups of 16)."""
-    codes = _padded(codes, TILE_COLUMNS)
-    *lead, n, k = codes.shape
-    tiles, steps = n // TILE_ROWS, k // TILE_COLUMNS
-    codes = codes.reshape(*lead, tiles, 2, 8, steps, TILE_COLUMNS // group, 4, group // 16, 4)
-    words = jax.lax.bitcast_convert_type(codes, jnp.uint32)  # tile, r, g, step, group, t, half
-    words = _transposed(words, len(lead), (0, 3, 4, 2, 5, 6, 1))
-    return words.reshape(*lead, tiles, steps, TILE_COLUMNS // group, 32, group // 8)
-
-
-def from_lane_words(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `lane_words` for matrices of this shape: uint8 [*lead, N, K]."""
-    *lead, tiles, steps, groups, _, parts = words.shape
-    words = words.reshape(*lead, tiles, steps, groups, 8, 4, parts // 2, 2)
-    words = _transposed(words, len(lead), (0, 6, 3, 1, 2, 4, 5))
-    codes = jax.lax.bitcast_convert_type(words, jnp.uint8)
-    return codes.reshape(*lead, tiles * TILE_ROWS, steps * TILE_COLUMNS)[..., : shape[0], : shape[1]]
-
-
-def nibble_words(codes: jax.Array) -> jax.Array:
-    """4-bit codes, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes, 4]:
-    vector v has group 2 v in its low nibbles and group 2 v + 1 in its high nibbles."""
-    words = lane_words(codes, 32)
-    return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 4
-
-
-def from_nibble_words(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `nibble_words`: uint8 [*lead, N, K]."""
-    words = jnp.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], axis=-3)
-    return from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
-
-
-def nibble_integers(vectors: list[list[Word]]) -> list[Integers]:
-    """`Lanes.integers` for `nibble_words`: the code in even groups, 16 times the code in odd ones, which
-    saves a shift."""
-    return [Integers(vector, mask) for vector in vectors for mask in (0x0F, 0xF0)]
-
-
-def quarter_words(codes: jax.Array) -> jax.Array:
-    """2-bit codes, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 2, 32 lanes, 4]:
-    vector v has group 4 v + i in bits 2 i and 2 i + 1 of its bytes."""
-    words = lane_words(codes, 32)
-    first, second, third, fourth = (words[..., i::4, :, :] << 2 * i for i in range(4))
-    return first | second | third | fourth
-
-
-def from_quarter_words(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `quarter_words`: uint8 [*lead, N, K]."""
-    words = jnp.stack([words >> 2 * i & 0x03030303 for i in range(4)], axis=-3)
-    return from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
-
-
-def quarter_integers(vectors: list[list[Word]]) -> list[Integers]:
-    """`Lanes.integers` for `quarter_words`: 1, 4, 16 and 64 times the code in each four groups."""
-    return [Integers(vector, mask) for vector in vectors for mask in (0x03, 0x0C, 0x30, 0xC0)]
+BYTES, NIBBLES = Words(32, "00000000"), Words(32, "11110000", units=(1, 16))
 
 
 def lane_scales(values: jax.Array, group: int) -> jax.Array:
     """One value per row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8,
     32 lanes, 2, 2]: for each 8 groups, lane 4 g + t holds rows g and g + 8 (first of the last two axes) of
     groups 2 t and 2 t + 1."""
-    values = _padded(values, TILE_COLUMNS // group)
-    *lead, n, groups = values.shape
-    tiles, steps, units = n // TILE_ROWS, groups * group // TILE_COLUMNS, TILE_COLUMNS // group // 8
-    values = values.reshape(*lead, tiles, 2, 8, steps, units, 4, 2)
-    values = _transposed(values, len(lead), (0, 3, 4, 2, 5, 1, 6))
-    return values.reshape(*lead, tiles, steps, units, 32, 2, 2)
+    values = _scales(group).tiled(values)
+    return values.reshape(*values.shape[:-4], 32, 2, 2)
 
 
 def from_lane_scales(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `lane_scales`: [*lead, N, K / group]."""
-    *lead, tiles, steps, units, _, _, _ = values.shape
-    values = values.reshape(*lead, tiles, steps, units, 8, 4, 2, 2)
-    values = _transposed(values, len(lead), (0, 5, 3, 1, 2, 4, 6))
-    groups = shape[1] * units * 8 // TILE_COLUMNS
-    return values.reshape(*lead, tiles * TILE_ROWS, steps * units * 8)[..., : shape[0], :groups]
+    """The inverse of `lane_scales` for matrices of this shape: [*lead, N, K / group]."""
+    group = TILE_COLUMNS // (8 * values.shape[-4])
+    return _scales(group).untiled(values, (shape[0], shape[1] // group), axes=4)
 
 
-def scale_words(values: jax.Array) -> jax.Array:
-    """float16 [*lead, N, K / 32] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2]: `lane_scales` of groups of
-    32, two in a word."""
-    return bits(lane_scales(values, 32))[..., 0, :, :]
+def _scales(group: int) -> Arrangement:
+    return Arrangement({"u": TILE_COLUMNS // group // 8, "t": 4, "h": 2}, "ugtrh")
 
 
-def from_scale_words(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `scale_words`: float16 [*lead, N, K / 32]."""
-    return from_lane_scales(halves(words)[..., None, :, :, :], shape)
+def scale_words(*values: jax.Array) -> jax.Array:
+    """float16 [*lead, N, K / 32] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2 words of each]: `lane_scales`
+    of groups of 32, two in a word."""
+    return jnp.concatenate([bits(lane_scales(v, 32))[..., 0, :, :] for v in values], axis=-1)
+
+
+def from_scale_words(words: jax.Array, shape: tuple[int, int]) -> list[jax.Array]:
+    """The inverse of `scale_words`: each float16 [*lead, N, K / 32]."""
+    values = jnp.split(halves(words)[..., None, :, :, :], words.shape[-1] // 2, axis=-2)
+    return [from_lane_scales(v, shape) for v in values]
+
+
+def byte_words(values: jax.Array) -> jax.Array:
+    """8 bits [*lead, N, blocks, groups of 16] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2]: `lane_scales`
+    of groups of 16, four in a word."""
+    words = lane_scales(values.reshape(*values.shape[:-2], -1), 16)
+    words = jax.lax.bitcast_convert_type(words.reshape(*words.shape[:-2], 4), jnp.uint32)
+    return words.swapaxes(-1, -2)
+
+
+def from_byte_words(words: jax.Array, shape: tuple[int, int], dtype=jnp.uint8) -> jax.Array:
+    """The inverse of `byte_words` for blocks of 256: [*lead, N, K / 256, 16]."""
+    values = jax.lax.bitcast_convert_type(words.swapaxes(-1, -2), dtype)
+    values = from_lane_scales(values.reshape(*values.shape[:-1], 2, 2), shape)
+    return values.reshape(*values.shape[:-1], -1, 16)
 
 
 def lane_rows(values: jax.Array, columns: int = TILE_COLUMNS) -> jax.Array:
     """One value per row and `columns` columns (64, 128 or 256), [*lead, N, K / columns] -> [*lead, N / 16, K
     / 256, 8 c, 2] with c = 256 / columns: rows g and g + 8 on the last axis. The values for lane 4 g + t,
     which has groups 2 t and 2 t + 1 of 32 columns, are at (4 g + t) // (4 / c)."""
-    count = TILE_COLUMNS // columns
-    values = _padded(values, count)
-    *lead, n, across = values.shape
-    values = values.reshape(*lead, n // TILE_ROWS, 2, 8, across // count, count)
-    values = _transposed(values, len(lead), (0, 3, 2, 4, 1))
-    return values.reshape(*values.shape[:-3], 8 * count, 2)
+    values = _rows(TILE_COLUMNS // columns).tiled(values)
+    return values.reshape(*values.shape[:-3], -1, 2)
 
 
 def from_lane_rows(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """The inverse of `lane_rows`: [*lead, N, K / columns]."""
-    *lead, tiles, steps, words, _ = values.shape
-    values = values.reshape(*lead, tiles, steps, 8, words // 8, 2)
-    values = _transposed(values, len(lead), (0, 4, 2, 1, 3))
-    across = shape[1] * (words // 8) // TILE_COLUMNS
-    return values.reshape(*lead, tiles * TILE_ROWS, steps * words // 8)[..., : shape[0], :across]
+    count = values.shape[-2] // 8
+    return _rows(count).untiled(values, (shape[0], shape[1] * count // TILE_COLUMNS), axes=2)
+
+
+def _rows(count: int) -> Arrangement:
+    return Arrangement({"c": count}, "gcr")
 
 
 def bits(halves: jax.Array) -> jax.Array:
@@ -219,13 +293,3 @@ def bits(halves: jax.Array) -> jax.Array:
 def halves(words: jax.Array) -> jax.Array:
     """uint32 [...] -> float16 [..., 2], the inverse of `bits`."""
     return jax.lax.bitcast_convert_type(words, jnp.float16)
-
-
-def _padded(x: jax.Array, columns: int) -> jax.Array:
-    """Zeros up to whole tiles: rows to 16, the last axis to `columns`."""
-    *lead, n, k = x.shape
-    return jnp.pad(x, [(0, 0)] * len(lead) + [(0, -n % TILE_ROWS), (0, -k % columns)])
-
-
-def _transposed(x: jax.Array, lead: int, order: tuple[int, ...]) -> jax.Array:
-    return x.transpose(*range(lead), *(lead + axis for axis in order))

@@ -178,6 +178,15 @@ def test_draws_are_timed_beside_the_definition(monkeypatch, capsys):
     assert any(len(np.unique(tokens)) > 2 for _, tokens in drawn)  # of logits that change
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("score", ["--items", "3", "--choices", "2"]), ("harvest", ["--texts", "3"])]
+)
+def test_many_texts_are_read_beside_prefill(name, arguments):
+    (line,) = main(name, "-m", "synth:tiny-llama:q8_0", "-r", "1", *arguments, PREFILL=64).splitlines()
+    row = json.loads(line)
+    assert row["share"] == row["tok_s"] / row["prefill_tok_s"] > 0 and row["tokens"] > 3 * 30
+
+
 def test_a_table_is_for_people():
     # What the test above has compiled.
     lines = script("matvec", *TINY, "-m", "tiny-qwen3", "--rows", "1,3").splitlines()
@@ -203,6 +212,14 @@ def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
     small, large = plot_ceiling.points(rows)
     assert (small.model, small.bytes, small.ceiling) == ("small", 1e8, 2000.0)
     assert (large.model, large.bytes, large.ceiling, large.commit) == ("large", 5e8, 400.0, "b")
+
+
+def test_the_picture_of_speed_is_that_of_the_readmes_table():
+    """If not: uv run python benchmarks/plot_readme.py."""
+    plot_readme = module("plot_readme")
+    readme = (ROOT / "README.md").read_text()
+    assert list(plot_readme.pairs(readme)) == ["Q1_0", "Q4_K_M", "27B, Q1_0", "30B-A3B, Q4_K_M"]
+    assert plot_readme.draw(readme) == (ROOT / "docs/speed.svg").read_text()
 
 
 def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_kept(tmp_path):

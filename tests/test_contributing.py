@@ -29,6 +29,21 @@ def test_the_workflow_runs_all_of_ci():
     assert job["strategy"]["matrix"]["python"][0] == oldest and job["timeout-minutes"] <= 90
 
 
+def test_the_site_is_published_as_ci_builds_it():
+    """Strictly, and with the packages that pyproject.toml pins."""
+    jobs = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())["jobs"]
+    command = "--only-group docs mkdocs build"
+    assert any(
+        command in step.get("run", "") and "--strict" in step["run"] for step in jobs["build"]["steps"]
+    )
+    assert jobs["publish"]["if"] == "github.event_name == 'push'"
+    assert command in (ROOT / ".ci/run").read_text()
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)
+    pinned = {line.split("==")[0] for line in project["tool"]["uv"]["constraint-dependencies"]}
+    assert {re.match(r"[\w-]+", line)[0] for line in project["dependency-groups"]["docs"]} <= pinned
+
+
 @pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
 def test_an_issue_form_has_what_github_asks_of_one(path):
     form = yaml.safe_load(path.read_text())

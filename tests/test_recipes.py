@@ -2,6 +2,8 @@
 
 import ast
 import runpy
+import sys
+import types
 from pathlib import Path
 
 import jax
@@ -114,18 +116,74 @@ def a_thousand_seeds(r):
     assert len({tuple(row) for row in r["answers"].tolist()}) > 100
 
 
+def direct_logit_attribution(r):
+    """Shares add up to the logit, and each is the part's product with the token's output vector, as the norm
+    scales it."""
+    model, c = r["model"], r["c"]
+    assert abs(r["shares"].sum() - r["logits"][r["answer"]]) < 0.02 * jnp.abs(r["shares"]).max()
+    head = model.params.embed if model.params.head is None else model.params.head
+    gamma, row = (np.asarray(x, np.float64) for x in (model.params.final_norm, head.rows(r["answer"])))
+    stream, parts = (np.asarray(x, np.float64) for x in (r["stream"][0, -1], r["parts"]))
+    want = parts @ (row * gamma) / np.sqrt((stream**2).mean() + c.rms_norm_eps)
+    np.testing.assert_allclose(r["shares"], want, atol=0.02 * np.abs(want).max())
+    np.testing.assert_allclose(parts.sum(0), stream, atol=1e-4)
+
+
+def sparse_autoencoder(r):
+    assert len(r["values"]) == 8 * 4 and r["values"][-1] < 0.5 * r["values"][0]
+
+
+def lm_eval_harness(r):
+    """Three kinds of requests, by teacher-forced logits and by generate."""
+
+    class Request:
+        def __init__(self, *args):
+            self.args = args
+
+    lm, model, encode = r["BonsaiLM"](), r["model"], r["encode"]
+    pairs = [("A bonsai", " is small"), ("A bonsai", " is a tree"), ("", "A bonsai")]
+    for (context, end), (value, greedy) in zip(
+        pairs, lm.loglikelihood([Request(*p) for p in pairs]), strict=True
+    ):
+        ids = encode(context) if context else r["start"]
+        ends = encode(context + end)[len(ids) :] if context else encode(end, add_special=False)
+        assert abs(log_p(model, [*ids, *ends])[len(ids) - 1 :].sum() - value) < 0.3
+        said = [int(bj.logits(model, [*ids, *ends[:n]])[-1].argmax()) for n in range(len(ends))]
+        assert greedy == (said == ends)
+    ids = [*r["start"], *encode("A bonsai is a small tree in a pot.", add_special=False)]
+    for most in (len(ids), 9):  # the second in windows, each of them full
+        want = log_p(model, ids[:most]).sum()
+        for at in range(most, len(ids), most - 1):
+            end = min(at + most - 1, len(ids))
+            want += log_p(model, ids[end - most : end])[at - end :].sum()
+        assert abs(lm.rolling(ids, most) - want) < 0.3
+    (rolling,) = lm.loglikelihood_rolling([Request("A bonsai is a small tree in a pot.")])
+    assert abs(rolling - log_p(model, ids).sum()) < 0.3
+    how = {"until": ["zz"], "max_gen_toks": 5, "temperature": 0.0, "do_sample": False}
+    (output,) = bj.generate(model, "A bonsai", sampling=GREEDY, max_new_tokens=5)
+    assert lm.generate_until([Request("A bonsai", how)]) == [output.text]
+
+
+@pytest.fixture(autouse=True)
+def harness(monkeypatch):
+    """All that a recipe takes from lm-eval, which is not installed for tests: a class to inherit from."""
+    for name in ("lm_eval", "lm_eval.api", "lm_eval.api.model"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["lm_eval.api.model"].LM = object
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_it_does_what_it_says(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # two of them write a file
     globals()[recipe.stem](runpy.run_path(str(recipe)))
 
 
-def test_there_are_twelve_short_ones_on_public_functions():
+def test_there_are_fifteen_short_ones_on_public_functions():
     index = (FOLDER / "README.md").read_text()
-    assert len(RECIPES) == 12
+    assert len(RECIPES) == 15
     for recipe in RECIPES:
         source = recipe.read_text()
-        assert len(source.splitlines()) <= 25 and f"({recipe.name})" in index, recipe
+        assert len(source.splitlines()) <= 30 and f"({recipe.name})" in index, recipe
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names]

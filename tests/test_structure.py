@@ -5,6 +5,7 @@ import graphlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ def imports(path: Path) -> set[str]:
 # The rooms of bonsai_jax, folders and files, the lowest first: a room imports only rooms of lines above its
 # own. "__init__" is what users import.
 ROOMS = (
-    ("choices", "compile_cache", "machine", "progress", "threads", "tokens"),
+    ("arguments",),
+    ("choices", "compile_cache", "forks", "machine", "progress", "threads", "tokens"),
     ("config",),
     ("weights",),
     ("network",),
@@ -41,6 +43,7 @@ ROOMS = (
     ("card",),
     ("model",),
     ("engine", "nnx", "save"),
+    ("research",),
     ("text",),
     ("__init__",),
     ("batch",),
@@ -210,7 +213,7 @@ def test_importing_needs_no_more_than_numpy_jax_flax_and_jaxtyping():
     assert "bonsai_jax.cli" not in json.loads(done.stdout)
 
 
-def test_a_folder_that_shadows_ours_is_named(tmp_path):
+def test_a_file_or_folder_that_shadows_ours_is_named(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import bonsai_jax"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
@@ -219,6 +222,12 @@ def test_a_folder_that_shadows_ours_is_named(tmp_path):
     assert done.returncode == 0, done.stderr  # a folder without __init__.py is weaker than a package
     assert shadowed == 0 and again.returncode == 1
     assert f"Python found {tmp_path / 'checkpoints'}; rename that folder" in again.stderr
+    shutil.rmtree(tmp_path / "checkpoints")
+    for name in ("checkpoints.py", "pallas_kernels.py"):
+        (tmp_path / name).write_text("")
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+        assert done.returncode == 1 and f"Python found {tmp_path / name}; rename that file" in done.stderr
+        (tmp_path / name).unlink()
 
 
 def test_a_warning_of_pytest_benchmark_stops_no_run(tmp_path):

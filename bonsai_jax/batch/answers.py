@@ -1,6 +1,7 @@
 """Answers to lines, by an Engine in this process."""
 
 import dataclasses
+import functools
 from typing import Any
 
 from bonsai_jax.batch import objects
@@ -78,14 +79,33 @@ class Answers:
         except ValueError as error:  # from the first `submit`; everything else is checked
             raise FieldError("logit_bias" if "logit_bias" in str(error) else where, str(error)) from None
 
+    def _check_size(self, request: Request, prompt: Any) -> None:
+        """Raise ValueError for a prompt that cannot fit, before it is tokenized: a tokenizer takes 100 bytes
+        of memory for each character."""
+        texts = [message["content"] for message in prompt] if request.chat else [prompt]
+        size = sum(map(len, texts))
+        unit, longest = "token ids", 1
+        if isinstance(texts[0], str):
+            unit, longest = "characters", max(map(len, self.engine.model.tokenizer.texts))
+        if size > self._most * longest:
+            raise ValueError(
+                f"{size} {unit} of prompt are more than {self._most} tokens, which this job has room for"
+            )
+
+    @functools.cached_property
+    def _most(self) -> int:
+        """Most tokens of a prompt and its answer."""
+        options = self.engine.options
+        return min(options.context, options.pages * self.engine.model.run.page_size)
+
     def _ids(self, request: Request, prompt: Any) -> list[int]:
+        self._check_size(request, prompt)
         if request.chat:
             prompt = self.engine.model.tokenizer.encode_chat(prompt, **self.job.template)
         return encode(self.engine.model, prompt)  # pyrefly: ignore[bad-return]
 
     def _new_tokens(self, request: Request, length: int, where: str) -> int:
-        options, page_size = self.engine.options, self.engine.model.run.page_size
-        most = min(options.context, options.pages * page_size)
+        most = self._most
         new = request.max_new_tokens or self.job.max_new_tokens or max(1, most - length)
         if length + new > most:
             raise FieldError(

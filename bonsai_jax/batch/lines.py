@@ -4,8 +4,12 @@ An error in the file ends the job before it begins: invalid JSON, a custom_id th
 An error in a request becomes the answer to its line.
 """
 
+import contextlib
 import dataclasses
 import json
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +43,19 @@ class Needs:
     logprobs: int | None = None
     logit_biases: int = 1
     model: str | None = None
+
+
+@contextlib.contextmanager
+def opened(source: str | Path) -> Iterator[Path]:
+    """A file with the lines, which are read twice; "-" is standard input, copied to one."""
+    if str(source) != "-":
+        yield Path(source)
+        return
+    with tempfile.TemporaryDirectory(prefix="bonsai-jax-") as folder:
+        path = Path(folder) / "stdin"
+        with path.open("wb") as copy:
+            shutil.copyfileobj(sys.stdin.buffer, copy)
+        yield path
 
 
 def read(path: Path) -> Iterator[Line]:

@@ -20,7 +20,7 @@ from bonsai_jax.batch import lines as reading
 from bonsai_jax.batch import objects
 from bonsai_jax.batch.answers import Answers, Job
 from bonsai_jax.batch.lines import Line, Needs
-from bonsai_jax.batch.results import Results
+from bonsai_jax.batch.results import opened
 from bonsai_jax.batch.run import LINES_PER_ROW, Report, each
 from bonsai_jax.config import RunConfig
 from bonsai_jax.progress import Progress
@@ -159,9 +159,8 @@ def run(
         import ray
     except ImportError:
         raise ImportError('ray is not installed; pip install "bonsai-jax[ray]", or leave --ray out') from None
-    source = Path(source)
-    with Results(Path(output)) as results:
-        needs = reading.needs(source, reading.read(source), results.done, one_model=named is None)
+    with reading.opened(source) as lines, opened(output) as results:
+        needs = reading.needs(lines, reading.read(lines), results.done, one_model=named is None)
         if not needs.lines:
             return Report(done_before=len(results.done))
         name = (needs.model or "demo") if named is None else named
@@ -175,7 +174,7 @@ def run(
 
             async def all_lines() -> Report:
                 actors = Actors(handles, tell)
-                return await each(source, needs.lines, results, actors, window, progress)
+                return await each(lines, needs.lines, results, actors, window, progress)
 
             report = asyncio.run(all_lines())
             report.devices = load.tensor * len(resources)

@@ -130,7 +130,8 @@ def _stop(name: str, value: Any) -> list[str]:
 
 
 def _bias(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+    ids = isinstance(value, dict) and all(token.isdecimal() and len(token) < 11 for token in value)
+    if not ids:
         raise FieldError(name, f'{_shown(value)} is not an object such as {{"50256": -100}}')
     if len(value) > MOST_BIASES:
         raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -21,8 +22,8 @@ class Results:
 
     done   custom_ids of the answered lines
 
-    Opening it drops a last line that was written in part, and lines with an error, which are tried again. An
-    empty file is removed if the job fails before its first answer.
+    Opening it drops a last line that was written in part, and lines with an error or without a response,
+    which are tried again. An empty file is removed if the job fails before its first answer.
     """
 
     def __init__(self, path: Path):
@@ -62,7 +63,7 @@ class Results:
             custom_id = line.get("custom_id")
             if not isinstance(custom_id, str) or not {"response", "error"} <= line.keys():
                 raise ValueError(f"{where}: not a line of a batch's output; give another file")
-            if line["error"] is not None:
+            if line["error"] is not None or not isinstance(line["response"], dict):
                 dropped.add(number)
                 continue
             if custom_id in answers:
@@ -82,6 +83,29 @@ class Results:
         os.replace(other, self.path)
         self._file.close()
         self._file = _locked(self.path)
+
+
+class StandardOutput:
+    """Results on standard output, where no line is answered yet."""
+
+    def __init__(self):
+        self.done: set[str] = set()
+
+    def append(self, line: dict[str, Any]) -> None:
+        print(json.dumps(line), flush=True)
+
+
+Output = Results | StandardOutput
+
+
+@contextlib.contextmanager
+def opened(output: str | Path) -> Iterator[Output]:
+    """The output; "-" is standard output."""
+    if str(output) == "-":
+        yield StandardOutput()
+        return
+    with Results(Path(output)) as results:
+        yield results
 
 
 def _locked(path: Path) -> BinaryIO:

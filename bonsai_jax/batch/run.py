@@ -15,7 +15,7 @@ from typing import Any
 from bonsai_jax.batch import lines as reading
 from bonsai_jax.batch.answers import Answers, Job
 from bonsai_jax.batch.lines import Line
-from bonsai_jax.batch.results import Results
+from bonsai_jax.batch.results import Output, opened
 from bonsai_jax.model import Model
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights import placement
@@ -83,6 +83,7 @@ def run(
 ) -> Report:
     """Answer each line of `source` that `output` does not answer yet, and append the answers to `output`.
 
+    source, output   files; "-" is standard input or output
     model     a model, or a function that loads one by its name, called once the files are read and lines
               remain
     named     the name to load; None: the name in the lines, or "demo" where they have none
@@ -90,17 +91,16 @@ def run(
     Raises ValueError for a malformed file, before anything is written, and RuntimeError if the engine gives
     up; `output` then has the answers so far.
     """
-    source = Path(source)
-    with Results(Path(output)) as results:
+    with reading.opened(source) as lines, opened(output) as results:
         one_model = callable(model) and named is None
-        needs = reading.needs(source, reading.read(source), results.done, one_model=one_model)
+        needs = reading.needs(lines, reading.read(lines), results.done, one_model=one_model)
         if not needs.lines:
             return Report(done_before=len(results.done))
         loaded = model((needs.model or "demo") if named is None else named) if callable(model) else model
         answer, cpu = Answers(loaded, job, needs), time.process_time()
         try:
             window = LINES_PER_ROW * job.batch_size * placement.size(loaded.mesh, placement.DATA)
-            report = asyncio.run(each(source, needs.lines, results, answer, window, progress))
+            report = asyncio.run(each(lines, needs.lines, results, answer, window, progress))
         finally:
             answer.close()
         report.devices = 1 if loaded.mesh is None else loaded.mesh.size
@@ -109,7 +109,12 @@ def run(
 
 
 async def each(
-    source: Path, total: int, results: Results, answer: Answer, window: int, progress: Progress
+    source: Path,
+    total: int,
+    results: Output,
+    answer: Answer,
+    window: int,
+    progress: Progress,
 ) -> Report:
     """Answer the lines that are not in `results`, at most `window` at once."""
     report, began = Report(done_before=len(results.done)), time.perf_counter()

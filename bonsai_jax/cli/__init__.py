@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from bonsai_jax.cli import batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
+from bonsai_jax.cli import aliases, batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
 from bonsai_jax.cli import list as list_models
 
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what shells report for SIGINT and SIGPIPE
@@ -59,7 +59,11 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 10_000,  # help is as wide as the terminal
+        "token_normalize_func": aliases.our_name,
+    },
 )
 COMMANDS = {
     "generate": (generate, "Answer one prompt."),

@@ -36,12 +36,17 @@ def command(
     *,
     source: Annotated[
         Path,
-        typer.Argument(metavar="IN", help="A file with a request on each line, in OpenAI's batch format."),
+        typer.Argument(
+            metavar="IN",
+            help="A file with a request on each line, in OpenAI's batch format; - is standard input.",
+        ),
     ],
     output: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="The file to which answers are appended, a line each, in the order they end."
+            metavar="OUT",
+            help="The file to which answers are appended, a line each, in the order they end; - is standard "
+            "output.",
         ),
     ],
     model: BatchModelOptions,
@@ -92,6 +97,8 @@ def command(
     """
     if workers is not None and ray is None:
         raise typer.BadParameter("--workers needs --ray")
+    if as_json and str(output) == "-":
+        raise typer.BadParameter("--json and OUT - would both write to standard output; leave one out")
     if ray is not None and data_parallel > 1:
         raise typer.BadParameter("--data-parallel is for one process; with --ray give --workers")
     config = run.config(

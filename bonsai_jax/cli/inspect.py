@@ -15,7 +15,7 @@ from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
     from bonsai_jax import RunConfig
-    from bonsai_jax.weights.plan import LoadPlan
+    from bonsai_jax.weights.records import LoadPlan
     from bonsai_jax.weights.specs import Description
     from checkpoints import Checkpoint
     from pallas_kernels import problems
@@ -176,12 +176,11 @@ def _kernels(plan: "LoadPlan") -> list[dict[str, Any]]:
             by_expert = _entry("", 0, {name: (problem, rows, "auto") for name, rows in BATCH_ROWS.items()})
             entries[-1]["kernels"] = {name: plan.kernel(matrix, rows) for name, rows in BATCH_ROWS.items()}
             entries[-1]["not"] |= by_expert["not"]
-    prefill_impl = "reference" if run.impl == "reference" else "auto"
-    for kind, name in (("attention", "attention"), ("delta_net", "delta net")):
+    for kind in sorted({layer.mixer.kind for layer in config.layers}):
         for group in config.groups(kind):
-            for problem in group.settings.problems(run):
-                impl = run.impl if (kind, problem.phase) == ("attention", "decode") else prefill_impl
-                entries.append(_entry(name, len(group.layers), {problem.phase: (problem, 1, impl)}))
+            for problem, impl in zip(group.settings.problems(run), group.settings.impls(run), strict=True):
+                cases = {problem.phase: (problem, 1, impl)}
+                entries.append(_entry(kind.replace("_", " "), len(group.layers), cases))
     step = _step_entry(plan)
     draw = problems.Sampling(device.platform(), config.vocab_size)
     return [*entries, step, _entry("sampling", 1, {"any": (draw, 1, run.impl)})]

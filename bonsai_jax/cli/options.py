@@ -330,7 +330,6 @@ NewTokens = Annotated[
     typer.Option(
         "-n",
         "--max-new-tokens",
-        "--n-predict",
         min=-1,
         callback=_new_tokens,
         metavar="N",

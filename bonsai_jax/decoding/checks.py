@@ -5,15 +5,20 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.decoding.state import State
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.taps import Taps
 
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are not arrays
+# Arguments that are not arrays.
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits", "pooling")
 
 _checking = contextvars.ContextVar("checking", default=False)
 
@@ -63,6 +68,30 @@ def _on() -> Iterator[None]:
         _checking.reset(before)
 
 
+def check_options(
+    state: Any, config: Any, taps: Any, logits_processor: Any = None, logprobs: Any = None
+) -> None:
+    """Raise TypeError or ValueError, with the argument's name, for arguments of a function that draws."""
+    arguments.kind("state", state, State, "what bj.new_state returns")
+    arguments.kind("config", config, ModelConfig, "model.config")
+    check_taps(taps)
+    if logits_processor is not None:
+        arguments.function("logits_processor", logits_processor)
+    if logprobs is not None:
+        arguments.whole("logprobs", logprobs, 0, config.vocab_size)
+
+
+def check_taps(taps: Any) -> None:
+    if taps is not None:
+        arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
+
+
+def check_limit(limit: Any) -> None:
+    """Raise ValueError unless it is a whole number, 0 or more, or a traced one."""
+    if not isinstance(limit, jax.core.Tracer):
+        arguments.whole("limit", limit)
+
+
 def checked_tokens(
     tokens, lengths, cache: KVCache | None, config: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
@@ -70,9 +99,10 @@ def checked_tokens(
 
     Raises ValueError for other shapes, TypeError for other types.
     """
-    if not isinstance(config, ModelConfig):
-        raise TypeError(f"config is a {type(config).__name__}; give model.config")
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    arguments.kind("config", config, ModelConfig, "model.config")
+    if cache is not None:
+        arguments.kind("cache", cache, KVCache, "what bj.new_cache returns")
+    tokens, lengths = arguments.array("tokens", tokens), arguments.array("lengths", lengths)
     vectors = jnp.issubdtype(tokens.dtype, jnp.floating)
     if not vectors and not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise TypeError(f"tokens are {tokens.dtype}; expected int32 ids, or float32 vectors")

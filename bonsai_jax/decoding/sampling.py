@@ -3,6 +3,7 @@
 import dataclasses
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from flax import struct
 from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
+from bonsai_jax import arguments
 from bonsai_jax.config import SamplingParams
 from pallas_kernels import device, problems, selection, serializable
+from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
 from pallas_kernels.sampling import Rules, draw
 
-NO_TOKEN = -1  # stands where there is no token
+NOTHING_TO_DRAW = "no token can be drawn: logits are NaN or infinite, or every token is banned"
 
 
 @serializable
@@ -92,16 +95,25 @@ def sampler(
         seed = any_seed() if params.seed is None else params.seed
         per_row = [dataclasses.replace(params, seed=seed + row) for row in range(rows)]
     else:
-        per_row = list(params)
+        per_row = checked_list(params)
         if len(per_row) != rows:
             raise ValueError(
-                f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
+                f"params: {len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
     fields = columns(per_row, vocab_size)
     fields |= {"seen": np.zeros((rows, vocab_size), bool), "counts": np.zeros((rows, vocab_size), np.int32)}
     seeds = fields.pop("seeds")
     # device_put compiles nothing; it must copy, because states are donated.
     return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **jax.device_put(fields, may_alias=False))
+
+
+def checked_list(params: Any, name: str = "params") -> list[SamplingParams]:
+    """SamplingParams of several rows. Raises TypeError, with this name, for anything else."""
+    remedy = "bj.SamplingParams, such as bj.SamplingParams(temperature=0.5), or a list of these"
+    arguments.kind(name, params, (list, tuple), remedy)
+    for one in params:
+        arguments.kind(name, one, SamplingParams, remedy)
+    return list(params)
 
 
 def columns(
@@ -209,8 +221,8 @@ def sample(
 
     with logits' after penalties and bias: pallas_kernels.sampling.draw.
 
-    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may. Each row needs at
-              least one
+    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may
+    Draws NO_TOKEN where logits' has NaN or +inf, or no token may be drawn.
     """
     rules = Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
     keys = jax.random.key_data(s.keys)[:, :2]

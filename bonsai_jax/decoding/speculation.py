@@ -22,14 +22,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import proposers, sampling
 from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Drawn, Speculation, State
-from bonsai_jax.network import decoder, draft
+from bonsai_jax.network import decoder
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
@@ -43,7 +43,8 @@ def start(rows: int, capacity: int, proposer: str, device_rows: int | None = Non
     """
     proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width(device_rows or rows))
+    steps = jnp.zeros(rows, jnp.int32)
+    return Speculation(ids, steps, proposer=proposer, width=width(device_rows or rows))
 
 
 def width(rows: int) -> int:
@@ -59,6 +60,23 @@ def note(
     position = jnp.where(valid, first[:, None] + jnp.arange(tokens.shape[1]), s.ids.shape[1])
     row = jnp.arange(tokens.shape[0])[:, None]
     return s.replace(ids=s.ids.at[row, position].set(tokens, mode="drop"))
+
+
+def follow(
+    params: Params,
+    state: State,
+    hidden: Float[Array, "B T H"],
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+) -> State:
+    """The state with the draft layer, where the proposer has one, after the tokens at these positions (-1:
+    none), which the model has read; hidden: what it made of them."""
+    s = state.speculation
+    if s is None or s.draft is None:
+        return state
+    own = proposers.get(s.proposer).follow(params, state, hidden, tokens, positions, config)
+    return state.replace(speculation=s.replace(draft=own))
 
 
 def decode(
@@ -138,8 +156,7 @@ def step(
     hidden, cache, updates = decoder.decoder(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
     )
-    cache = draft.follow(params, cache, hidden, tokens, positions, config)
-    scores = decoder.logits(params, hidden, config)  # [B, T, V]
+    scores = decoder.unembed(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = scores
     if logits_processor is not None:
@@ -150,14 +167,14 @@ def step(
 
         logits = jax.vmap(processed, 1, 1)(scores, after, before)
     drawn = sampling.sample_each(sampler, logits, after)  # [B, T]
-    stops = jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
+    stops = (drawn < 0) | jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
     accepted = readable & _up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
     count = accepted.sum(1)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
     remaining = jnp.where(jnp.any(accepted & stops, axis=1), 0, state.remaining - count)
+    positions = jnp.where(accepted, positions, -1)
     if keep_updates:
-        cache = decoder.replay(params, cache, updates, jnp.where(accepted, positions, -1), config)
-    cache = draft.rewound(cache, state.cache, hidden, count)
+        cache = decoder.replay(params, cache, updates, positions, config)
     s = state.speculation.replace(steps=state.speculation.steps + running)
     state = state.replace(
         cache=cache.replace(lengths=first + count),
@@ -166,6 +183,7 @@ def step(
         sampler=sampling.remember(state.sampler, drawn, accepted),
         speculation=note(s, drawn, first + 1, accepted),
     )
+    state = follow(params, state, hidden, tokens, positions, config)
     return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), _logprobs(scores, drawn, logprobs))
 
 

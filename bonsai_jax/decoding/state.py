@@ -7,6 +7,7 @@ from jaxtyping import Array, Int
 
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.draft import DraftState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from pallas_kernels import serializable
 
@@ -19,12 +20,14 @@ class Speculation(struct.PyTreeNode):
               cache.lengths; NO_TOKEN where vectors were read in place of tokens
     steps     int32 [B], the steps of `decode` in which a row drew tokens: with the number of its tokens, how
               many one step gave
+    draft     what the draft layer stores, where the proposer needs it
     proposer  a file of proposers/
     width     tokens of a row in one step, its newest among them
     """
 
     ids: Int[Array, "B capacity"]
     steps: Int[Array, "B"]
+    draft: DraftState | None = None
     proposer: str = struct.field(pytree_node=False, default="ngram")
     width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
 
@@ -54,7 +57,8 @@ class Drawn(NamedTuple):
 
     state     goes into the next call
     tokens    int32, the tokens drawn: [B] for prefill and step, [B, size] for decode and generate_tokens.
-              NO_TOKEN where a row drew none because it had ended. The token that ends a row is among them
+              NO_TOKEN where a row drew none because it had ended, or because it ends: its logits have NaN or
+              +inf, or no token may be drawn. The token that ends a row is among them
     logprobs  Logprobs of the tokens' shape, of numbers that mean nothing at NO_TOKEN; None unless asked for
               with logprobs=n
     """

@@ -12,7 +12,6 @@ logprobs). `extend` draws nothing: search, guidance and draft models use it. jit
 which donate what they update.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import sampling, speculation
-from bonsai_jax.decoding.checks import check, checked_tokens
-from bonsai_jax.decoding.sampling import NO_TOKEN, Sampler
+from bonsai_jax.decoding.checks import check, check_limit, check_options, check_taps, checked_tokens
+from bonsai_jax.decoding.sampling import NO_TOKEN, NOTHING_TO_DRAW, Sampler
 from bonsai_jax.decoding.state import Drawn, State
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import decoder, draft
+from bonsai_jax.network import decoder
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.attention import read_size
 from bonsai_jax.network.parallel import over_mesh
@@ -41,7 +41,13 @@ LogitsProcessor = Callable[[jax.Array, State], jax.Array]
 def start(
     cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]
 ) -> State:
-    """A state without any token, ready for prefill."""
+    """A state without any token, ready for prefill. `new_state` makes all of its parts.
+
+    cache           its rows are those of the state; it may hold tokens already, which prefill continues
+    sampler         each row's sampling parameters, key and token counts
+    stop_ids        int32 [B, S], tokens that end a row, padded with -1
+    max_new_tokens  int32 [B], most tokens that each row draws
+    """
     remaining = jnp.asarray(max_new_tokens, jnp.int32)  # a weak type would compile everything once more
     return State(cache, jnp.full_like(remaining, NO_TOKEN), remaining, stop_ids, sampler)
 
@@ -67,18 +73,22 @@ def prefill(
              [B, T, H], vectors in place of tokens, as `embed` makes them
     lengths  int32 [B], 1 to T
     taps, logits_processor, logprobs   as for `step`
-    Returns the state, the tokens int32 [B], and Logprobs [B] or None.
+    Returns the state, the tokens int32 [B], and Logprobs [B] or None. Errors are those of `extend`.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
     tokens, lengths = checked_tokens(tokens, lengths, state.cache, config)
     check(jnp.all(lengths > 0), "prefill: a length is 0; a prompt has at least one token")
-    hidden, cache = read(params, state.cache, tokens, lengths, config, taps)
     if tokens.ndim == 2:  # penalties and proposers know tokens, not vectors
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
         if state.speculation is not None:
             noted = speculation.note(state.speculation, tokens, state.cache.lengths, valid)
             state = state.replace(speculation=noted)
-    state = state.replace(cache=cache)
+
+    def forward(state, tokens, positions):
+        return _read(params, state, tokens, positions, config, taps)
+
+    hidden, state = _in_chunks(forward, state, state.cache, tokens, lengths, config)
     return _draw(params, state, hidden, config, logits_processor, logprobs)
 
 
@@ -102,14 +112,16 @@ def step(
                       draw, before penalties and truncation. -inf bans a token
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
     Returns the state, the tokens int32 [B], NO_TOKEN for rows that had ended, and Logprobs [B] or None.
+    Raises TypeError for params of another kind.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
     running = state.remaining > 0
     full = state.cache.lengths >= state.cache.capacity
     check(~jnp.any(running & full), "step: a row's cache is full; make the state with a larger context")
     positions = jnp.where(running, state.cache.lengths, -1)[:, None]  # [B, 1]
     tokens = jnp.maximum(state.tokens, 0)[:, None]
-    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
-    return _draw(params, state.replace(cache=cache), hidden[:, 0], config, logits_processor, logprobs)
+    hidden, state = _read(params, state, tokens, positions, config, taps)
+    return _draw(params, state, hidden[:, 0], config, logits_processor, logprobs)
 
 
 @over_mesh(DRAWN)
@@ -132,6 +144,9 @@ def decode(
     With state.speculation a step draws one or more tokens of each row, the same tokens; then the loop also
     ends where every row has `size` tokens.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
+    check_limit(limit)
+    size = arguments.whole("size", size)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     if state.speculation is not None:
         return speculation.decode(params, state, config, limit=limit, size=size, **options)
@@ -173,10 +188,9 @@ def generate_tokens(
     size    new tokens of a row in the result, at least the largest max_new_tokens; static
     taps, logits_processor, logprobs   as for `step`
     Returns the final state, the new tokens int32 [B, size], NO_TOKEN after a row's end, and Logprobs
-    [B, size] or None.
+    [B, size] or None. Raises ValueError for a size below 1; other errors are those of `prefill`.
     """
-    if operator.index(size) < 1:
-        raise ValueError(f"generate_tokens: size is {size}; it must be 1 or more, for the first token")
+    size = arguments.whole("size", size, 1)  # 1 for the first token
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     state, *first = prefill(params, state, tokens, lengths, config, **options)
     state, *rest = decode(params, state, config, limit=size - 1, size=size - 1, **options)
@@ -202,11 +216,14 @@ def extend(
     taps     edits activations; activations that it reads are dropped
     Returns float32 logits after every token (those of padding mean nothing), and the cache. `KVCache.rewind`
     removes a row's last tokens, `KVCache.take` copies and reorders rows.
+    Raises ValueError for shapes that do not fit each other, and TypeError for another kind of numbers. Values
+    are not checked (see `checked`).
     """
+    check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-    return decoder.logits(params, hidden, config), cache
+    return decoder.unembed(params, hidden, config), cache
 
 
 @over_mesh(("rows", "layers"))
@@ -217,29 +234,49 @@ def forward(
     config: ModelConfig,
     *,
     taps: Taps | None = None,
-) -> tuple[Float[Array, "B T V"], dict[str, Float[Array, "L B ..."]]]:
+    stop_at_layer: int | None = None,
+    logits: bool = True,
+) -> tuple[Float[Array, "B T V"] | Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
     """Whole sequences at once, from their first token, for gradients and for looking inside.
 
     tokens   int32 [B, T], padded at the end; or float32 [B, T, H], vectors in place of tokens, as `embed`
              makes them (a soft prompt is vectors before those of the tokens)
     lengths  int32 [B], 1 to T
     taps     reads or edits activations (taps.Taps)
+    stop_at_layer  run layers 0 to stop_at_layer - 1 alone, as if the model ended there; None: all
+    logits   False: return the residual stream instead, float32 [B, T, H], as the last layer that runs leaves
+             it, not normed (`unembed` makes logits of it); the output matrix is not read
     Returns float32 logits after every token (those of padding mean nothing), and the activations that
     taps.read names.
+    Raises ValueError for shapes, or numbers of layers, that do not fit the model.
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
     runs the reference attention, with float32 keys and values in a cache of its own.
+
+    Errors are those of `extend`.
     """
+    check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)
     run = RunConfig(impl="reference", cache_dtype="float32")
     cache = kv.empty(config.for_device(parts), run, B, T, rewinds=True)
     # A static number of keys: reverse differentiation needs loops of known length.
+    positions, count = _positions(cache, tokens, lengths), layer_count(stop_at_layer, config)
     hidden, _, activations = decoder.decoder(
-        params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps
+        params, tokens, positions, cache, config, num_keys=T, taps=taps, num_layers=count
     )
-    return decoder.logits(params, hidden, config), activations
+    return decoder.unembed(params, hidden, config) if logits else hidden, activations
+
+
+def layer_count(stop_at_layer: int | None, config: ModelConfig) -> int:
+    """The number of layers to run. Raises ValueError for one that the model does not have."""
+    if stop_at_layer is None:
+        return config.num_layers
+    count = arguments.any_whole("stop_at_layer", stop_at_layer)
+    if not 1 <= count <= config.num_layers:
+        raise ValueError(f"stop_at_layer is {count}; it must be 1 to {config.num_layers}, the model's layers")
+    return count
 
 
 def read(
@@ -252,32 +289,49 @@ def read(
 ) -> tuple[Float[Array, "B H"], KVCache]:
     """Run tokens, which continue what the cache holds, through the layers in chunks. Returns the hidden
     vector after each row's last token, and the cache."""
+
+    def forward(cache, tokens, positions):
+        return _forward(params, cache, tokens, positions, config, taps)
+
+    return _in_chunks(forward, cache, cache, tokens, lengths, config)
+
+
+def _in_chunks[Carry](
+    forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
+    carry: Carry,
+    cache: KVCache,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+) -> tuple[Float[Array, "B H"], Carry]:
+    """The hidden vector after each row's last token, and the carry, after forward(carry, tokens, positions)
+    -> (hidden, carry) of one chunk after another; cache: the carry, or that in it."""
     B, T = tokens.shape[:2]
     positions = _positions(cache, tokens, lengths)
     size = chunk_size(cache, B)
     if size >= T:
-        hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-        return (hidden[:, 0] if T == 1 else hidden[jnp.arange(B), lengths - 1]), cache
+        hidden, carry = forward(carry, tokens, positions)
+        return (hidden[:, 0] if T == 1 else hidden[jnp.arange(B), lengths - 1]), carry
 
-    def read_chunk(i, carry):
-        last, cache = carry
+    def read_chunk(i, both):
+        last, carry = both
         at = i * size
         chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, size, 1) for a in (tokens, positions))
-        hidden, cache = _forward(params, cache, chunk, chunk_positions, config, taps)
+        hidden, carry = forward(carry, chunk, chunk_positions)
         index = jnp.clip(lengths - 1 - at, 0, size - 1)
         ends = (lengths - 1) // size == i
-        return jnp.where(ends[:, None], hidden[jnp.arange(B), index], last), cache
+        return jnp.where(ends[:, None], hidden[jnp.arange(B), index], last), carry
 
     padding = -T % size
     tokens = jnp.pad(tokens, ((0, 0), (0, padding), *[(0, 0)] * (tokens.ndim - 2)))
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
     chunks = (lengths.max() + size - 1) // size
-    return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
+    return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), carry))
 
 
 def chunk_size(cache: KVCache, rows: int) -> int:
     """Tokens of each row that `read` takes through the layers at a time."""
-    return max(read_size(state.prefill_impl, rows) for state in cache.attention)
+    return max(read_size(state.prefill_impl, rows) for state in cache.states["attention"])
 
 
 def bucket(length: int) -> int:
@@ -285,18 +339,40 @@ def bucket(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _forward(params, cache, tokens, positions, config, taps=None) -> tuple[jax.Array, KVCache]:
+def _read(
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    positions: jax.Array,
+    config: ModelConfig,
+    taps: Taps | None,
+) -> tuple[jax.Array, State]:
+    """Hidden vectors after these tokens, and the state whose cache, and whose proposer, has read them."""
+    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
+    state = state.replace(cache=cache)
+    return hidden, speculation.follow(params, state, hidden, tokens, positions, config)
+
+
+def _forward(
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    config: ModelConfig,
+    taps: Taps | None,
+) -> tuple[jax.Array, KVCache]:
+    """Hidden vectors after these tokens, and the cache that has read them."""
     size, width = cache.chunk, tokens.shape[1]
-    if size is not None and width > size:  # a ring of pages has no room for more at once
-        pieces = []
-        for first in range(0, width, size):
-            part = slice(first, first + size)
-            hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
-            pieces.append(hidden)
-        return jnp.concatenate(pieces, axis=1), cache
-    num_keys = positions.max() + 1
-    hidden, cache, _ = decoder.decoder(params, tokens, positions, cache, config, num_keys, taps)
-    return hidden, draft.follow(params, cache, hidden, tokens, positions, config)
+    if size is None or width <= size:
+        num_keys = positions.max() + 1
+        hidden, cache, _ = decoder.decoder(params, tokens, positions, cache, config, num_keys, taps)
+        return hidden, cache
+    pieces = []  # a ring of pages has no room for more at once
+    for first in range(0, width, size):
+        part = slice(first, first + size)
+        hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
+        pieces.append(hidden)
+    return jnp.concatenate(pieces, axis=1), cache
 
 
 def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -319,14 +395,15 @@ def _draw(
 ) -> Drawn:
     """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
     running = state.remaining > 0
-    scores = decoder.logits(params, hidden, config)
+    scores = decoder.unembed(params, hidden, config)
     logits = scores if logits_processor is None else logits_processor(scores, state)
     if np.shape(logits) != scores.shape:
         raise ValueError(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
     tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
-    stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
+    stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     state = state.replace(
         tokens=jnp.where(running, tokens, state.tokens),

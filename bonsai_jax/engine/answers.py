@@ -20,6 +20,8 @@ class Output:
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps     decode steps that drew all tokens but the first, which prefill draws
     cached_tokens  tokens of the prompt whose keys and values were in the cache and were not read again
+    activations  {site: float32 [layers, tokens, ...]}, what `generate(read=)` names, at the position from
+              which each of `tokens` was drawn; None unless asked for
     """
 
     text: str
@@ -29,6 +31,7 @@ class Output:
     logprobs: Logprobs | None = None
     steps: int = 0
     cached_tokens: int = 0
+    activations: dict[str, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +75,11 @@ class Reader:
     finish reason. Text that could be the beginning of a stop string waits in `pending`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
+        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str] = (), index: int = 0
     ):
-        stop = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
-            raise TypeError(f"stop is {stop!r}; give a text, or a list of texts")
-        if any(not s for s in stop):
-            raise ValueError("stop: an empty text would end every answer before it begins")
         # An answer continues its prompt.
         self.detokenizer: Detokenizer = tokenizer.detokenizer(at_start=False)
-        self.end_tokens, self.stop, self.pending, self.index = end_tokens, tuple(stop), "", index
+        self.end_tokens, self.stop, self.pending, self.index = end_tokens, stop, "", index
 
     def read(
         self,
@@ -105,15 +103,25 @@ class Reader:
             if token == NO_TOKEN:
                 break
             if token in self.end_tokens:
-                return self.pending + self.detokenizer.flush(), tokens, "stop"
+                return self._last("stop", tokens)
             tokens.append(token)
             self.pending += self.detokenizer.push(token)
-            if self.stop and (places := [at for at in map(self.pending.find, self.stop) if at >= 0]):
-                return self.pending[: min(places)], tokens, "stop"
+            if (end := self._stopped()) is not None:
+                return self.pending[:end], tokens, "stop"
         if ended:
-            return self.pending + self.detokenizer.flush(), tokens, "length"
+            return self._last("length", tokens)
         text, self.pending = _split_before_stop(self.pending, self.stop) if self.stop else (self.pending, "")
         return text, tokens, None
+
+    def _last(self, reason: FinishReason, tokens: list[int]) -> tuple[str, list[int], FinishReason]:
+        """The rest of the text, of which the end, half a character, may complete a stop string."""
+        self.pending += self.detokenizer.flush()
+        end = self._stopped()
+        return (self.pending, tokens, reason) if end is None else (self.pending[:end], tokens, "stop")
+
+    def _stopped(self) -> int | None:
+        """Where the first stop string begins in the text."""
+        return min((at for at in map(self.pending.find, self.stop) if at >= 0), default=None)
 
 
 def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

@@ -7,22 +7,31 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import numpy as np
-
+from bonsai_jax import forks
+from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.loop import Loop
-from bonsai_jax.engine.prompts import Prompt, check_new, checked_sampling, encode, step_options
+from bonsai_jax.engine.prompts import (
+    Prompt,
+    answer_options,
+    checked_sampling,
+    encode,
+    step_options,
+)
 from bonsai_jax.engine.runner import Options
-from bonsai_jax.model import Model
+from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
-from bonsai_jax.weights.memory import bytes_per_row
+from bonsai_jax.weights import memory
 
+MOST_ANSWERS = 4096  # of one request
+MOST_BIASES = 65536  # of one request; each row of the batch has room for them
+LONGEST_WAIT_S = 1e9
 TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
@@ -41,7 +50,7 @@ class Engine:
                  request that came last waits, and later continues where it was
     context      most tokens of a prompt and its answer; None: run.context
     logprobs     most alternatives that a request may ask for; None: no request gets log-probabilities
-    logit_biases most tokens that a request's SamplingParams.logit_bias may name
+    logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
                  memory of a row's state (card.py). None: max_batch_size; 0: such prompts are read whole
@@ -53,6 +62,7 @@ class Engine:
 
     Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
     rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
+    Raises ValueError for a number that is not a whole one or too small, and for a context beyond the model's.
     """
 
     def __init__(
@@ -72,36 +82,32 @@ class Engine:
         prefill_tokens: int | None = None,
         reproducible: bool = False,
     ):
-        max_batch_size = model.run.batch_size if max_batch_size is None else max_batch_size
-        context = model.run.context if context is None else context
-        if not isinstance(context, int | np.integer) or not 1 <= context <= model.run.context:
-            raise ValueError(
-                f"Engine: context is {context!r}; the model was loaded for 1 to {model.run.context}"
-            )
-        pages = max_batch_size * kv.page_count(context, model.run.page_size) if pages is None else pages
-        counts = {
-            "max_batch_size": (max_batch_size, 1),
-            "pages": (pages, 1),
-            "logit_biases": (logit_biases, 1),
-        }
-        counts |= {"checkpoints": (checkpoints or 0, 0), "prefill_tokens": (prefill_tokens or 1, 1)}
-        for name, (value, least) in counts.items():
-            if not isinstance(value, int | np.integer) or value < least:
-                raise ValueError(f"Engine: {name} is {value!r}; it must be a whole number, {least} or more")
-        if not isinstance(max_wait_s, int | float) or not max_wait_s >= 0:
-            raise ValueError(f"Engine: max_wait_s is {max_wait_s!r}; it must be a number, 0 or more")
+        check_model(model)
+
+        def count(name: str, value: int | None, default: int, least: int = 1, most: int = MOST) -> int:
+            return default if value is None else whole(f"Engine: {name}", value, least, most)
+
+        max_batch_size = count("max_batch_size", max_batch_size, model.run.batch_size)
+        context = count("context", context, model.run.context, most=model.run.context)
+        enough = max_batch_size * kv.page_count(context, model.run.page_size)
+        pages = count("pages", pages, enough)
+        logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
+        logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
+        checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
+        asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
+        rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
+        memory.check_cache(model.config, model.run, rows, tokens, asked)
         self.model = model
         self.options = Options(
             max_batch_size,
             pages,
             context,
-            speculate=speculate,
             biases=1 << (logit_biases - 1).bit_length(),
-            max_wait_s=max_wait_s,
-            prefill_tokens=prefill_tokens or 0,
-            reproducible=reproducible,
-            checkpoints=_checkpoints(model, checkpoints, max_batch_size),
-            **step_options(model, taps, logits_processor, logprobs),
+            max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
+            prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
+            reproducible=flag("Engine: reproducible", reproducible),
+            checkpoints=checkpoints,
+            **step_options(model, taps, logits_processor, logprobs, speculate),
         )
         self._loop = Loop(model, self.options, threaded=True)
         self._inbox: deque[Callable[[], None]] = deque()
@@ -154,27 +160,25 @@ class Engine:
 
         priority   requests of higher priority get a row first, and keep it when pages run out
         logprobs   alternatives for each token, at most the engine's
-        n          answers, with seeds seed, seed + 1, ...
+        n          answers, with seeds seed, seed + 1, ...; at most 4,096
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
         """
         ids = encode(self.model, prompt)
-        check_new(max_new_tokens)
         checked_sampling(sampling)
-        for name, value in {"n": n, "priority": priority}.items():
-            if not isinstance(value, int | np.integer):
-                raise TypeError(f"{name} is {value!r}; it must be a whole number")
-        self._check(len(ids), max_new_tokens, sampling, logprobs, n)
+        how = answer_options(max_new_tokens, stop, ignore_eos)
+        n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
+        if logprobs is not None:
+            logprobs = whole("logprobs", logprobs)
+        self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
         answers = [
             self._loop.ask(
                 ids,
                 dataclasses.replace(sampling, seed=seed + index),
-                max_new_tokens=max_new_tokens,
-                stop=stop,
-                ignore_eos=ignore_eos,
+                **how,
                 priority=priority,
                 logprobs=logprobs,
                 index=index,
@@ -198,12 +202,14 @@ class Engine:
     def close(self) -> None:
         """Cancel every request that is running or waiting, and free the device's memory."""
         atexit.unregister(self.close)
+        if forks.forked():  # the engine is the other process's
+            return
         with self._changed:
             self._closed = True
             self._changed.notify()
         self._thread.join()
 
-    def _check(self, tokens: int, new: int, params: SamplingParams, logprobs: int | None, n: int) -> None:
+    def _check(self, tokens: int, new: int, params: SamplingParams, logprobs: int | None) -> None:
         o = self.options
         most = min(o.context, o.pages * self.model.run.page_size)
         if tokens + new > most:
@@ -215,8 +221,7 @@ class Engine:
                 f"pages={kv.page_count(tokens + new, self.model.run.page_size)} or more"
             )
         most_logprobs = -1 if o.logprobs is None else o.logprobs
-        whole = isinstance(logprobs, int | np.integer)
-        if logprobs is not None and not (whole and 0 <= logprobs <= most_logprobs):
+        if logprobs is not None and logprobs > most_logprobs:
             raise ValueError(
                 f"logprobs is {logprobs!r}, and the engine's {o.logprobs}; give Engine(logprobs=) the most "
                 "alternatives that a request may ask for"
@@ -227,11 +232,12 @@ class Engine:
                 f"for {o.biases}; give Engine(logit_biases=)"
             )
         sampling_arrays.check_bias(params, self.model.config.vocab_size)
-        if n < 1:
-            raise ValueError(f"n is {n}; ask for 1 answer or more")
 
     def _send(self, work: Callable[[], None], late: bool = False) -> None:
         """Have the engine's thread run this work. late: if the thread has ended, drop it silently."""
+        if late and forks.forked():
+            return
+        forks.check()
         with self._changed:
             if self._broken is not None and not late:
                 raise RuntimeError(f"the engine has failed, and runs nothing more: {self._broken}")
@@ -288,9 +294,7 @@ class Engine:
                 self._broken = error
 
 
-def _checkpoints(model: Model, asked: int | None, rows: int) -> int:
+def _checkpoints(model: Model, asked: int) -> int:
     """Checkpoints of what pages do not hold: recurrent states, and rings of windows. None where all is in
     pages."""
-    if not bytes_per_row(model.config, model.run):
-        return 0
-    return rows if asked is None else asked
+    return asked if memory.bytes_per_row(model.config, model.run) else 0

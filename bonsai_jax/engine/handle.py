@@ -6,6 +6,8 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
+from bonsai_jax import forks
+from bonsai_jax.arguments import number
 from bonsai_jax.engine.answers import Output, Piece, output
 
 
@@ -19,7 +21,8 @@ class Handle:
         handle.cancel()                   ends them with the text so far
 
     Each raises RuntimeError with the reason if the engine fails. Any number of threads and tasks may read;
-    each sees every piece.
+    each sees every piece. When the last of them leaves before the end, by a `break`, an exception, or because
+    its task was cancelled or ran out of time (asyncio.wait_for), the request is cancelled.
     """
 
     def __init__(self, n: int, prompt_tokens: int):
@@ -29,20 +32,23 @@ class Handle:
         self._unfinished = set(range(n))
         self._error: Exception | None = None
         self._changed = threading.Condition()
+        self._readers = 0
         self._wakers: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Piece]:
+        forks.check()
         at = 0
-        while True:
-            with self._changed:
-                while at == len(self._pieces) and not self.done:
-                    self._changed.wait()
-                new, over = self._pieces[at:], self.done
-            yield from new
-            at += len(new)
-            if over:
-                self._raise()
-                return
+        with self._reading():
+            while True:
+                with self._changed:
+                    while at == len(self._pieces) and not self.done:
+                        self._changed.wait()
+                    new, over = self._pieces[at:], self.done
+                yield from new
+                at += len(new)
+                if over:
+                    self._raise()
+                    return
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         loop, news, at = asyncio.get_running_loop(), asyncio.Event(), 0
@@ -51,9 +57,7 @@ class Handle:
             with contextlib.suppress(RuntimeError):  # that event loop is closed: its reader is gone
                 loop.call_soon_threadsafe(news.set)
 
-        with self._changed:
-            self._wakers.append(wake)
-        try:
+        with self._reading(wake):
             while True:
                 news.clear()
                 with self._changed:
@@ -65,9 +69,6 @@ class Handle:
                     self._raise()
                     return
                 await news.wait()
-        finally:
-            with self._changed:
-                self._wakers.remove(wake)
 
     def __await__(self) -> Generator[Any, None, Output]:
         return self._whole().__await__()
@@ -84,9 +85,16 @@ class Handle:
 
     def results(self, timeout_s: float | None = None) -> list[Output]:
         """All answers, in order of their seeds. Raises TimeoutError after timeout_s."""
+        forks.check()
+        if timeout_s is not None:
+            timeout_s = number("timeout_s", timeout_s, 0)
+            timeout_s = None if timeout_s > threading.TIMEOUT_MAX else timeout_s
         with self._changed:
-            if not self._changed.wait_for(lambda: self.done, timeout_s):
-                raise TimeoutError(f"{len(self._unfinished)} answers are not finished after {timeout_s} s")
+            self._readers += 1
+            done = self._changed.wait_for(lambda: self.done, timeout_s)
+            self._readers -= 1
+        if not done:
+            raise TimeoutError(f"{len(self._unfinished)} answers are not finished after {timeout_s} s")
         self._raise()
         return [
             output([piece for piece in self._pieces if piece.index == i], self.prompt_tokens)
@@ -113,6 +121,22 @@ class Handle:
             self._changed.notify_all()
             for wake in self._wakers:
                 wake()
+
+    @contextlib.contextmanager
+    def _reading(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Counts a reader, which `wake` tells of news. The last one to leave before the end cancels."""
+        with self._changed:
+            self._readers += 1
+            self._wakers.append(wake)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._readers -= 1
+                self._wakers.remove(wake)
+                deserted = not self._readers and not self.done
+            if deserted:
+                self.cancel()
 
     async def _whole(self) -> Output:
         async for _ in self:

@@ -8,6 +8,7 @@ It runs in a thread of its own (engine.py), or in the thread that waits for the 
 
 import dataclasses
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +18,7 @@ import numpy as np
 
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import Logprobs
+from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
 from bonsai_jax.engine.answers import Piece, Reader
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.prompts import Ids
@@ -84,7 +85,7 @@ class Loop:
         params: SamplingParams,
         *,
         max_new_tokens: int,
-        stop: str | Sequence[str] = (),
+        stop: Sequence[str] = (),
         ignore_eos: bool = False,
         priority: int = 0,
         logprobs: int | None = None,
@@ -136,10 +137,9 @@ class Loop:
         self.failures += 1
         self._flying.clear()
         waiting = self.scheduler.waiting
-        lost = [
-            answer for request, answer in self.answers.items() if request not in waiting or request.flights
-        ]
-        self.answers = {r: a for r, a in self.answers.items() if a not in lost}
+        unread = {request for request in waiting if not request.flights}
+        lost = [answer for request, answer in self.answers.items() if request not in unread]
+        self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
             answer.on_piece(error)
         compiled = self.scheduler.compiled
@@ -161,8 +161,15 @@ class Loop:
         sizes = [*limits.row_sizes, *limits.shapes]
         calls = [self.runner.padding(size, n) for size in sizes for n in variants]
         calls += [self.runner.padding(None, None)] if self.runner.shares else []
-        self.runner.compile(calls, progress)
+        self.runner.warmup(calls, progress)
         self.scheduler.compiled.update(sizes)
+
+    def prepare(self, rows: int) -> None:
+        """Decode in programs of so many rows, which is compiled while the first prompts are read."""
+        self.scheduler.compiled.add(rows)
+        asked = self._asked(self.answers)
+        if (os.cpu_count() or 1) > 2:  # two cores are busy with the prefill, and the first token comes sooner
+            self.runner.programs.compile(self.runner.padding(rows, asked))
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
@@ -232,7 +239,7 @@ class Loop:
     def _extend(
         self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int
     ) -> None:
-        request.flights.popleft()
+        least, _ = request.flights.popleft()
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
@@ -243,10 +250,13 @@ class Loop:
         piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, row_scores, steps)
         if first:
             piece = dataclasses.replace(piece, cached_tokens=answer.cached)
-        if piece.finish_reason is not None:
+        undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
+        if piece.finish_reason is not None or undrawn:
             self.cancel(answer)
         if new or piece.finish_reason is not None:
             answer.on_piece(piece)
+        if undrawn:
+            answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:

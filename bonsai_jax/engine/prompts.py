@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from bonsai_jax import arguments
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.model import Model
+from bonsai_jax.decoding.sampling import checked_list
+from bonsai_jax.model import Model, check_model, check_speculate
 from bonsai_jax.network import parallel
 from bonsai_jax.network.taps import Taps
 
@@ -20,30 +22,40 @@ Prompt = str | Sequence[int] | Float[Array, "T H"]
 Ids = list[int] | Float[np.ndarray, "T H"]
 
 
-def step_options(model: Model, taps: Taps | None, logits_processor, logprobs: int | None) -> dict[str, Any]:
-    """Options of steps.step. Raises ValueError or TypeError for those that a generation does not support."""
-    if taps is not None and not isinstance(taps, Taps):
-        raise TypeError(f"taps is a {type(taps).__name__}; give bj.Taps(edit=...)")
+def step_options(
+    model: Model, taps: Taps | None, logits_processor: Any, logprobs: int | None, speculate: str | None
+) -> dict[str, Any]:
+    """Options of a loop's steps. Raises ValueError or TypeError for those that a generation does not support,
+    and NotImplementedError for an unknown `speculate`."""
+    if taps is not None:
+        arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
+    if logits_processor is not None:
+        arguments.function("logits_processor", logits_processor)
     if taps is not None and taps.read:
         raise ValueError(
-            f"taps: read names {', '.join(sorted(taps.read))}, but a generation returns no activations; call "
-            "bj.forward on the prompt and its answer with the same taps"
+            f"taps: read names {', '.join(sorted(taps.read))}, but these taps only edit; to read, call "
+            "bj.forward, or bj.generate with read="
         )
-    most = model.config.vocab_size
-    if logprobs is not None and not (isinstance(logprobs, int | np.integer) and 0 <= logprobs <= most):
-        raise ValueError(
-            f"logprobs is {logprobs!r}; give the number of alternatives, 0 to the vocabulary's {most}"
-        )
-    return {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+    if logprobs is not None:
+        logprobs = arguments.whole("logprobs", logprobs, 0, model.config.vocab_size)
+    if speculate is not None:
+        check_speculate(model, speculate)
+    options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+    return options | {"speculate": speculate}
 
 
-def checked_sampling(params: Any) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise TypeError(
-            f"sampling is a {type(params).__name__}; give bj.SamplingParams, such as "
-            "bj.SamplingParams(temperature=0.5)"
-        )
-    return params
+def answer_options(max_new_tokens: int, stop: str | Sequence[str], ignore_eos: bool) -> dict[str, Any]:
+    """Options of Loop.ask. Raises ValueError or TypeError for others."""
+    stop = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+        raise TypeError(f"stop is {arguments.shown(stop)}; give a text, or a list of texts")
+    if not all(stop):
+        raise ValueError("stop: an empty text would end every answer before it begins")
+    return {
+        "stop": tuple(stop),
+        "max_new_tokens": arguments.whole("max_new_tokens", max_new_tokens, 1),
+        "ignore_eos": arguments.flag("ignore_eos", ignore_eos),
+    }
 
 
 def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:
@@ -51,40 +63,57 @@ def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) 
     if isinstance(params, list | tuple):
         if len(params) != rows:
             raise ValueError(
-                f"{len(params)} SamplingParams for {rows} prompts: give one for all, or one for each"
+                f"sampling: {len(params)} SamplingParams for {rows} prompts; give one for all, or one each"
             )
-        return [checked_sampling(p) for p in params]
+        return checked_list(params, "sampling")
     shared = checked_sampling(params)
     if shared.seed is None:
         return [shared] * rows
     return [dataclasses.replace(shared, seed=shared.seed + row) for row in range(rows)]
 
 
+def checked_sampling(params: Any) -> SamplingParams:
+    remedy = "bj.SamplingParams, such as bj.SamplingParams(temperature=0.5)"
+    arguments.kind("sampling", params, SamplingParams, remedy)
+    return params
+
+
 def is_vectors(prompt: Any) -> bool:
     """Whether a prompt is an array of vectors in place of tokens."""
-    return hasattr(prompt, "dtype") and jnp.issubdtype(prompt.dtype, jnp.floating)
+    return isinstance(prompt, np.ndarray | jax.Array) and jnp.issubdtype(prompt.dtype, jnp.floating)
+
+
+def _is_ids(prompt: Any) -> bool:
+    """Whether a prompt is an array of token ids."""
+    array = isinstance(prompt, np.ndarray | jax.Array) and prompt.ndim == 1
+    return array and jnp.issubdtype(prompt.dtype, jnp.integer)
 
 
 def each_prompt(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts of one call. A text, or an array of vectors, is one prompt."""
-    if isinstance(prompts, str) or is_vectors(prompts):
+    """The prompts of one call. A text, a list or array of token ids, or an array of vectors is one prompt."""
+    if isinstance(prompts, str) or is_vectors(prompts) or _is_ids(prompts):
         return [cast(Prompt, prompts)]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    scalar = getattr(prompts, "ndim", None) == 0
+    if scalar or isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         raise TypeError(f"prompts are a {type(prompts).__name__}; give a text, or a list of prompts")
-    return cast(Sequence[Prompt], prompts)
+    listed = list(np.asarray(prompts) if isinstance(prompts, jax.Array) else prompts)
+    if listed and not isinstance(listed[0], str):
+        first = listed[0]  # a number, or an array without axes, is a token
+        if isinstance(first, int | float) or getattr(first, "ndim", None) == 0:
+            return [cast(Prompt, listed)]
+    return cast(Sequence[Prompt], listed)
 
 
-def encode(model: Model, prompt: Prompt) -> Ids:
-    """A prompt's token ids, or its vectors."""
-    if not isinstance(model, Model):
-        raise TypeError(f"model is a {type(model).__name__}; give what bj.load returns")
+def encode(model: Model, prompt: Prompt, name: str = "a prompt") -> Ids:
+    """A prompt's token ids, or its vectors. name: of the prompt in errors."""
+    check_model(model)
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif is_vectors(prompt):
         vectors = np.asarray(prompt, np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != model.config.hidden or not len(vectors):
             raise ValueError(
-                f"a prompt of vectors has shape {vectors.shape}; expected [tokens, {model.config.hidden}] "
+                f"{name} of vectors has shape {vectors.shape}; expected [tokens, {model.config.hidden}] "
                 "(token ids are whole numbers)"
             )
         return vectors
@@ -92,23 +121,22 @@ def encode(model: Model, prompt: Prompt) -> Ids:
         try:
             if isinstance(prompt, bytes | Mapping):  # whose bytes and keys would pass for ids
                 raise TypeError
-            ids = [operator.index(token) for token in prompt]
-        except TypeError:
+            tokens = np.asarray(prompt).tolist() if isinstance(prompt, jax.Array) else list(prompt)
+            ids = [operator.index(token) for token in tokens]
+            if any(isinstance(token, bool) for token in tokens):
+                raise TypeError
+        except (TypeError, ValueError):
             raise TypeError(
-                f"a prompt is {str(prompt)[:60]!r}; give a text, a list of token ids (whole numbers), or "
-                "vectors as bj.embed makes them; many prompts, to bj.generate, are a list of these"
+                f"{name} is {arguments.shown(prompt)}; give a text, a list of token ids (whole numbers), "
+                "or vectors as bj.embed makes them; many prompts, to bj.generate, are a list of these"
             ) from None
     if not ids:
-        raise ValueError("the prompt is empty; give at least one token")
+        raise ValueError(f"{name} is empty; give at least one token")
     for token in ids:
         if not 0 <= token < model.config.vocab_size:
-            raise ValueError(f"token {token} is beyond the vocabulary of {model.config.vocab_size}")
+            size = model.config.vocab_size
+            raise ValueError(f"{name}: token {arguments.shown(token)} is beyond the vocabulary of {size}")
     return ids
-
-
-def check_new(max_new_tokens: int) -> None:
-    if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, 1 or more")
 
 
 def check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -22,12 +22,10 @@ from bonsai_jax.decoding import jitted, sampling, speculation, steps
 from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
-from bonsai_jax.network import cache as kv
-from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds.state import map_states
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
 PENALTIES = {
@@ -155,8 +153,8 @@ def prefill(
     The result has size 1.
     """
     chunk = _chunk(pool, columns)
-    cache = _with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"])
-    pool = pool.replace(cache=_with_ring_copies(cache, chunk["begins"], chunk["row"]))
+    pages = chunk["copy_from"], chunk["copy_to"]
+    pool = _with_states(pool, map_states(lambda state: state.with_page_copies(*pages), _states(pool)))
     remembers = _remembers(chunk["rules"], logits_processor)
     state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
@@ -175,7 +173,6 @@ def prefill(
     )
     drawn = jnp.where(draws, token[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
-    pool = pool.replace(cache=_with_ring_copies(pool.cache, chunk["row"], chunk["saves"]))
     scores = jax.tree.map(lambda x: x[:, None], scores)
     return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
 
@@ -236,10 +233,9 @@ def _take(
     remembers: bool | Bool[Array, ""],
     begins: Int[Array, "R"] | None = None,
 ) -> State:
-    """The State of these rows, with the pages of all rows and the recurrent states of `begins`. Tables of
-    penalties are zeros unless `remembers`."""
-    cache, (by_row, by_layer, memory) = pool.cache, _parts(pool)
-    begins = rows if begins is None else begins
+    """The State of these rows, with the pages of all rows, beginning as `begins`. Tables of penalties are
+    zeros unless `remembers`."""
+    by_row, memory = _parts(pool)
 
     def gathered(tree):
         return jax.tree.map(lambda x: x.at[rows].get(mode="clip", wrap_negative_indices=False), tree)
@@ -248,9 +244,8 @@ def _take(
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
     state = _with_memory(gathered(by_row), _either(remembers, gathered, nothing, memory))
-    states = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
-    cache = _with_pages(state.cache.replace(delta_net=states, block_table=table), pool.cache)
-    return state.replace(cache=cache)
+    state = _with_states(state, map_states(lambda state: state.taken(rows, begins), _states(pool)))
+    return state.replace(cache=state.cache.replace(block_table=table))
 
 
 def _put(
@@ -260,84 +255,37 @@ def _put(
     remembers: bool | Bool[Array, ""],
     saves: Int[Array, "R"] | None = None,
 ) -> State:
-    """The pool with this State in these rows, and with their recurrent states in `saves` too."""
+    """The pool with this State in these rows, and with what mixers store of them in `saves` too."""
 
     def with_rows(both):
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
 
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
-    cache, old, new = state.cache, _parts(pool), _parts(state)
-    memory = _either(remembers, with_rows, lambda both: both[0], (old[2], new[2]))
-    rest = _with_memory(with_rows((old[0], new[0])), memory)
-    states = old[1]
-    for places in (rows,) if saves is None else (rows, saves):
-        states = jax.tree.map(
-            lambda x, y, at=places: x.at[:, at].set(y, mode="drop", wrap_negative_indices=False),
-            states,
-            new[1],
-        )
-    return rest.replace(cache=_with_pages(rest.cache.replace(delta_net=states), cache))
+    (old, old_memory), (new, new_memory) = _parts(pool), _parts(state)
+    memory = _either(remembers, with_rows, lambda both: both[0], (old_memory, new_memory))
+    states = map_states(lambda old, new: old.put(new, rows, saves), _states(pool), _states(state))
+    return _with_states(_with_memory(with_rows((old, new)), memory), states)
 
 
-def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
-    """Pages `to` become copies of pages `source`, where the block table deals them out; those beyond the last
-    page are none."""
-    attention = tuple(
-        state if state.ring is not None else _copied(state, source, to) for state in cache.attention
-    )
-    draft = cache.draft and _copied(cache.draft, source, to)
-    return cache.replace(attention=attention, draft=draft)
+def _parts(state: State) -> tuple[State, tuple[Array, Array]]:
+    """Arrays with rows first, and the tables of penalties, with rows first too. Without what mixers store."""
+    sampler, without = state.sampler, map_states(lambda state: None, _states(state))
+    return _with_memory(_with_states(state, without), ((), ())), (sampler.seen, sampler.counts)
 
 
-def _with_ring_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
-    """Rings of rows (or checkpoints) `to` become copies of those of `source`; those beyond the last are
-    none. Mostly there are none, and nothing is read."""
-
-    def copies(state):
-        size = kv.ring_size(state)
-        moves = (source != to)[:, None]
-        pages = [state.ring.at[rows, :size].get(mode="clip") for rows in (source, to)]
-        targets = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
-        return _copied(state, pages[0].reshape(-1), targets.reshape(-1))
-
-    def copied(state):
-        if state.ring is None:
-            return state
-        needed = jnp.any((source != to) & (to < len(state.ring)))
-        return jax.lax.cond(needed, copies, lambda state: state, state)
-
-    return cache.replace(attention=tuple(map(copied, cache.attention)))
+def _states(state: State) -> Any:
+    """What mixers store, those of the draft layer too."""
+    s = state.speculation
+    return state.cache.states, None if s is None or s.draft is None else s.draft.attention
 
 
-def _copied(state: Any, source: Int[Array, "R"], to: Int[Array, "R"]) -> Any:
-    """A state whose pages `to` are copies of its pages `source`."""
-
-    def copied(pages: Pages) -> Pages:
-        return jax.tree.map(
-            lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False), pages
-        )
-
-    return state.replace(k=copied(state.k), v=copied(state.v))
-
-
-def _with_pages(cache: KVCache, pages: KVCache) -> KVCache:
-    """A cache with the pages of another."""
-    attention = tuple(
-        state.replace(k=own.k, v=own.v) for state, own in zip(cache.attention, pages.attention, strict=True)
-    )
-    draft = cache.draft and pages.draft and cache.draft.replace(k=pages.draft.k, v=pages.draft.v)
-    return cache.replace(attention=attention, draft=draft)
-
-
-def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
-    """Arrays with rows first, arrays with layers first, and the tables of penalties, with rows first. Without
-    pages, which belong to no row."""
-    cache, sampler = state.cache, state.sampler
-    draft = cache.draft and cache.draft.replace(k=(), v=())
-    attention = tuple(one.replace(k=(), v=()) for one in cache.attention)
-    by_row = state.replace(cache=cache.replace(attention=attention, delta_net=(), draft=draft))
-    return _with_memory(by_row, ((), ())), cache.delta_net, (sampler.seen, sampler.counts)
+def _with_states(state: State, states: Any) -> State:
+    """With what mixers store, as `_states` has it."""
+    s, (own, draft) = state.speculation, states
+    if s is not None and s.draft is not None:
+        state = state.replace(speculation=s.replace(draft=s.draft.replace(attention=draft)))
+    return state.replace(cache=state.cache.replace(states=own))
 
 
 def _with_memory(state: State, memory: Any) -> State:

@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.plans import Limits, Read, Request
+from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
@@ -36,17 +36,6 @@ from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
 PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms and 2,048 in 53.8
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A program of rows.py, which returns a rows.Result, and its arguments after the model's parameters and
-    the pool."""
-
-    function: Any
-    arrays: Sequence[np.ndarray | None]
-    static: Sequence[Any]
-    options: dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +117,7 @@ class Runner:
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         self._pool = self._empty_pool()
+        self.programs = Programs(model, self._pool)
         pages = self._pool.cache.block_table.shape[1]
         self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)
         # By device and row: the table that self._tables has a copy of, and how many of its pages.
@@ -158,7 +148,7 @@ class Runner:
             known = [*request.prompt, *request.said][: read.first]
             rows[i]["first"], rows[i]["count"], rows[i]["starts"] = 0, len(known), 1
             rows[i]["tokens"][: len(known)] = known
-        return Call(on_device.note_rows, [on_device.packed(rows)], (), {})
+        return Call("notes of prompts", on_device.note_rows, [on_device.packed(rows)], (), {})
 
     def prefill(
         self,
@@ -175,7 +165,8 @@ class Runner:
         for i, read in numbered(reads, rows):
             (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _chunk(read)
         arrays = [on_device.packed(columns), vectors]
-        return Call(on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
+        name = f"the prefill of {rows} x {width} tokens"
+        return Call(name, on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
 
     def decode(
         self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
@@ -191,7 +182,7 @@ class Runner:
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         alone = self.model.mesh is None
         function = on_device.decode_rows if alone else on_device.decode_rows_over_mesh
-        return Call(function, [columns], (self.model.config,), options)
+        return Call(f"decode steps of batch size {rows}", function, [columns], (self.model.config,), options)
 
     def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
@@ -204,20 +195,13 @@ class Runner:
             return self.decode(none, size, 0, logprobs)
         return self.prefill(none, size, rules, logprobs)
 
-    def compile(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
-        """Compile the programs of these calls in threads, as XLA releases the GIL, and run each once."""
-
-        def compile_one(call: Call) -> None:  # jit finds the program when it is called with these arguments
-            arguments = self.model.params, self._pool, *self._placed(call), *call.static
-            call.function.lower(*arguments, **call.options).compile()
-
-        threads = os.cpu_count() if jax.process_count() == 1 else 1  # all processes in the same order
+    def warmup(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
+        """Compile the programs of these calls side by side, and run each once."""
         progress(0, len(calls))
-        with concurrent.futures.ThreadPoolExecutor(threads, "bonsai-jax compile") as pool:
-            each = [pool.submit(compile_one, call) for call in calls]
-            for done, one in enumerate(concurrent.futures.as_completed(each), 1):
-                one.result()
-                progress(done, len(calls))
+        each = [self.programs.compile(call) for call in calls]
+        for done, one in enumerate(concurrent.futures.as_completed(each), 1):
+            one.result()
+            progress(done, len(calls))
         for call in calls:
             self.dispatch(call).drawn.result()
         jax.block_until_ready(self._pool)
@@ -228,8 +212,9 @@ class Runner:
 
         def run():
             started.set()
-            arguments = self.model.params, self._pool, *self._placed(call), *call.static
-            self._pool, *drawn = call.function(*arguments, **call.options)
+            with self.programs.ready(call):
+                arguments = self.model.params, self._pool, *call.placed(self.model.mesh), *call.static
+                self._pool, *drawn = call.function(*arguments, **call.options)
             if jax.process_count() == 1:
                 for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()
@@ -257,6 +242,7 @@ class Runner:
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
         self._thread.shutdown()
+        self.programs.close()
         self._free()
 
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
@@ -284,12 +270,6 @@ class Runner:
         o = self.options
         return {"taps": o.taps, "logits_processor": o.logits_processor, "logprobs": logprobs}
 
-    def _placed(self, call: Call) -> Sequence[Any]:
-        mesh = self.model.mesh
-        if mesh is None:
-            return call.arrays
-        return [a if a is None else parallel.place_rows(a, mesh) for a in call.arrays]
-
     def _copy_tables(self, device: int, requests: Sequence[Request]) -> None:
         """Bring self._tables up to date for these rows; most have no new page."""
         for request in requests:
@@ -304,16 +284,12 @@ class Runner:
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
         rows, pages = o.max_batch_size * self.data, o.pages * self.data
-        cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
-        if o.checkpoints:
-            rows, pages = self._no_row * self.data, self.data  # on each device its rows, then its checkpoints
-            more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
-            rings = (
-                own if own.ring is None else larger
-                for own, larger in zip(cache.attention, more.attention, strict=True)
-            )
-            cache = cache.replace(delta_net=more.delta_net, attention=tuple(rings))
-        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
+        cache = parallel.empty_cache(
+            model.config, model.run, rows, o.context, model.mesh, pages,
+            checkpoints=o.checkpoints * self.data,  # on each device its rows, then its checkpoints
+        )  # fmt: skip
+        biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
+        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
     def _free(self) -> None:

@@ -56,7 +56,9 @@ class Scheduler:
             return
         request.ended = True
         if request.device is None:
-            self.waiting = [r for r in self.waiting if r is not request]
+            at = bisect.bisect_left(self.waiting, request.order, key=lambda r: r.order)
+            if self.waiting[at : at + 1] == [request]:
+                del self.waiting[at]
         else:
             self._release(request)
 

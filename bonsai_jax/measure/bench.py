@@ -92,7 +92,7 @@ def last_logits(
     """Read prompts after what is in the cache. Returns the logits of their last tokens, and the cache."""
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
-    return decoder.logits(params, hidden, config), cache
+    return decoder.unembed(params, hidden, config), cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

@@ -23,11 +23,10 @@ from bonsai_jax.measure import bench
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import decoder, kinds, rope
-from bonsai_jax.network.kinds.attention import ropes
-from bonsai_jax.network.kinds.place import Place, joined_product
+from bonsai_jax.network.kinds.phases import Mixing, Product
+from bonsai_jax.network.kinds.place import Place
 from bonsai_jax.network.params import Params
-from pallas_kernels import LayerStack, QTensor, Rows, experts_gated, experts_matmul, gated, matmul
-from pallas_kernels.attention import empty_workspace
+from pallas_kernels import LayerStack, QTensor, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,150 +141,64 @@ def _phases(model: Model, depth: int, rows: int, tokens: int) -> Iterator[Work]:
     for kind in dict.fromkeys(half.kind for half in halves):
         for number, group in enumerate(config.groups(kind)):
             several = len(config.groups(kind)) > 1
-            for work in PHASES[kind](model, group, number, depth, rows, tokens):
+            for phase in kinds.get(kind).phases(group.settings):
+                own = model, group, number
+                if isinstance(phase, Product):
+                    work = _product(*own, rows, tokens, phase)
+                else:
+                    work = _mixing(*own, depth, rows, tokens, phase)
                 yield dataclasses.replace(work, name=f"{work.name} {number + 1}" if several else work.name)
     head, last = params.embed if params.head is None else params.head, (rows, 1, config.hidden)
     yield Work(
-        "head", None, 0, lambda params, _, x: decoder.logits(params, x, config), lambda: _vectors(*last),
+        "head", None, 0, lambda params, _, x: decoder.unembed(params, x, config), lambda: _vectors(*last),
         head.nbytes, 2 * rows * config.vocab_size * config.hidden, card.kernel_names(head, rows),
         _rate(head, rows),
     )  # fmt: skip
 
 
-def _product(
-    model: Model, group: Group, number: int, rows: int, tokens: int, name: str, run: Callable,
-    stacks: tuple[LayerStack, ...], *, read: float = 1.0, each: float = 1.0, residual: int | None = None,
-) -> Work:  # fmt: skip
-    """A phase that multiplies with these stacks.
-
-    read      the share of their bytes that a step reads
-    each      products of a token with such a matrix
-    residual  width of its input, where the product is added to x; None: it is not
-    """
+def _product(model: Model, group: Group, number: int, rows: int, tokens: int, phase: Product) -> Work:
+    """A phase that multiplies with some of a layer's weights."""
+    weights = model.params.layers[group.settings.kind][number]
+    fields = [getattr(weights, name) for name in phase.weights]
+    stacks = jax.tree.leaves(fields, is_leaf=lambda leaf: isinstance(leaf, LayerStack))
     hidden, count = model.config.hidden, rows * tokens
-    work = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
+    each = sum(stack.shape[0] * stack.shape[1] for stack in stacks) * phase.each
     start = lambda: _vectors(rows, tokens, hidden)  # noqa: E731
-    if residual is not None:
-        start = lambda: (_vectors(rows, tokens, residual), _vectors(rows, tokens, hidden))  # noqa: E731
+    if phase.inputs is not None:
+        start = lambda: (_vectors(rows, tokens, phase.inputs), _vectors(rows, tokens, hidden))  # noqa: E731
     return Work(
-        name, group.settings.kind, number, run, start, round(read * sum(s.nbytes for s in stacks)),
-        round(2 * len(group.layers) * count * work * each), card.kernel_names(stacks, count),
+        phase.name, group.settings.kind, number, lambda params, place, x: phase.run(place, x), start,
+        round(phase.share_read(count) * sum(stack.nbytes for stack in stacks)),
+        2 * len(group.layers) * count * each, card.kernel_names(stacks, count),
         _rate(stacks[0].parts[0], count),
     )  # fmt: skip
 
 
-def _attention(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
-    w, settings, config = model.params.layers.attention[number], group.settings, model.config
-    shape = model, group, number, rows, tokens
-    yield _product(
-        *shape,
-        "qkv",
-        lambda _, place, x: joined_product(x, place.weights.qkv, place, place.weights.norm),
-        w.qkv,
-    )
+def _mixing(
+    model: Model, group: Group, number: int, depth: int, rows: int, tokens: int, phase: Mixing
+) -> Work:
+    """What a mixer does between its projections."""
+    config, settings, layers = model.config, group.settings, rows * len(group.layers)
 
-    def attend(params: Params, place: Place, state):
-        qkv, cache, workspace = state
-        out, cache, workspace = kinds.get("attention").mix(qkv, qkv, place, cache, workspace)
-        return qkv.at[..., : out.shape[-1]].set(out), cache, workspace
+    def mix(params: Params, place: Place, state):
+        x, cache, workspace = state
+        own = cache.states[settings.kind][number]
+        place = dataclasses.replace(place, block_table=cache.block_table)
+        y, own, workspace = phase.run(x, place, own, workspace)
+        x = x.at[..., : y.shape[-1]].set(y)
+        return x, cache.with_state(settings.kind, number, own), workspace
 
     def start():
         cache = kv.empty(config, model.run, rows, depth + tokens)
-        workspace = None
-        if model.params.step.unrolled:
-            workspace = empty_workspace(rows, settings.num_heads, cache.attention[number].k)
-        return _vectors(rows, tokens, settings.q_rows + 2 * settings.kv_width), cache, workspace
+        workspace = decoder.empty_workspace(config, cache, rows) if model.params.step.unrolled else None
+        return _vectors(rows, tokens, phase.width), cache, workspace
 
-    first, state = depth + 1, kv.empty(config, model.run, 1, 1).attention[number]
-    seen = rows * sum(min(n, settings.window or n) for n in range(first, first + tokens))
-    layers = len(group.layers)
-    moved = rows * layers * settings.bytes_read(model.run, depth + tokens)
-    yield Work(
-        "attention", "attention", number, attend, start, moved, 4 * layers * settings.q_width * seen,
+    state = kv.empty(config, model.run, 1, 1).states[settings.kind][number]
+    return Work(
+        phase.name, settings.kind, number, mix, start,
+        layers * settings.bytes_read(model.run, depth + tokens), layers * settings.operations(depth, tokens),
         state.prefill_impl if tokens > 1 else state.impl, machine.arithmetic(), chained=True,
     )  # fmt: skip
-    yield _product(
-        *shape,
-        "attention output",
-        lambda _, place, s: matmul(s[0], place.weights.o, place.index, residual=s[1]),
-        (w.o,),
-        residual=settings.q_width,
-    )
-
-
-def _delta_net(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
-    w, settings, config = model.params.layers.delta_net[number], group.settings, model.config
-    shape, module = (model, group, number, rows, tokens), kinds.get("delta_net")
-
-    def inputs(params: Params, place: Place, x):
-        return joined_product(x, (*place.weights.inputs, *place.weights.gates), place, place.weights.norm)
-
-    yield _product(*shape, "delta inputs", inputs, (*w.inputs, *w.gates))
-
-    def mix(params: Params, place: Place, state):
-        made, cache = state
-        gates = made[..., : 2 * settings.v_heads]
-        y, one = module.updated(made, gates, place, cache.delta_net[number])
-        return made.at[..., : settings.v_width].set(y), module.with_state(cache, number, one)
-
-    def start():
-        width = settings.qkv_width + settings.v_width
-        return _vectors(rows, tokens, width), kv.empty(config, model.run, rows, 1)
-
-    state, layers = kv.empty(config, model.run, 1, 1).delta_net[number], len(group.layers)
-    yield Work(
-        "delta net", "delta_net", number, mix, start, rows * layers * settings.bytes_read(model.run, depth),
-        8 * layers * rows * tokens * settings.v_width * settings.k_dim,
-        state.prefill_impl if tokens > 1 else state.impl, machine.arithmetic(), chained=True,
-    )  # fmt: skip
-    yield _product(
-        *shape, "delta output",
-        lambda _, place, s: matmul(s[0], place.weights.out, place.index, residual=s[1]),
-        (w.out,), residual=settings.v_width,
-    )  # fmt: skip
-
-
-def _mlp(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
-    w, settings = model.params.layers.mlp[number], group.settings
-    shape = model, group, number, rows, tokens
-
-    def gate_up(params: Params, place: Place, x):
-        own = place.weights
-        norm = place.gamma(own.norm)
-        return gated(x, own.gate, own.up, place.index, activation=settings.activation, **norm)
-
-    yield _product(*shape, "gate and up", gate_up, (w.gate, w.up))
-    yield _product(
-        *shape,
-        "down",
-        lambda _, place, s: matmul(s[0], place.weights.down, place.index, residual=s[1]),
-        (w.down,),
-        residual=settings.ffn,
-    )
-
-
-def _experts(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
-    w, e = model.params.layers.experts[number], group.settings
-    shape = model, group, number, rows, tokens
-    yield _product(
-        *shape, "router", lambda _, place, x: matmul(x, place.weights.router, place.index), (w.router,)
-    )
-
-    def experts(params: Params, place: Place, x):
-        """Each token's experts are others than its neighbours', and than the layer's before."""
-        own = place.weights
-        token = jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
-        stride = max(1, e.count // e.used)
-        chosen = (place.index + token + stride * jnp.arange(e.used)) % e.count
-        weights = jnp.full(chosen.shape, 1 / e.used)
-        hidden = experts_gated(x, own.gate, own.up, chosen, place.index, activation=e.activation)
-        return experts_matmul(hidden, own.down, chosen, weights, place.index)
-
-    read = e.share_read(rows * tokens)
-    yield _product(*shape, "experts", experts, (w.gate, w.up, w.down), read=read, each=e.used)
-
-
-PHASES = {"attention": _attention, "delta_net": _delta_net, "mlp": _mlp, "experts": _experts}
 
 
 def _vectors(*shape: int) -> jax.Array:
@@ -302,11 +215,11 @@ def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[
         positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), x.shape[:2])
         rotations = {
             one: rope.rotation(one, frequencies, positions)
-            for one, frequencies in zip(ropes(config), params.rope_frequencies, strict=True)
+            for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
         }
         place = Place(
             settings=group.settings,
-            weights=getattr(params.layers, kind)[work.group],
+            weights=params.layers[kind][work.group],
             group=work.group,
             index=index,
             eps=config.rms_norm_eps,

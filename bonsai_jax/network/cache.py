@@ -7,28 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
-from bonsai_jax.network.kinds import attention, delta_net
-from bonsai_jax.network.kinds.attention import State as AttentionState
+from bonsai_jax.network import kinds
 from bonsai_jax.network.kinds.attention import read_size
-from bonsai_jax.network.kinds.delta_net import State as DeltaNetState
+from bonsai_jax.network.kinds.state import Room, map_states
 from pallas_kernels import cache_layouts, serializable
-from pallas_kernels.cache_layouts import Pages
-
-
-@serializable
-class DraftState(struct.PyTreeNode):
-    """What the draft layer keeps of each row (draft.py).
-
-    k, v    of its one layer, in pages of their own under the KVCache's block table
-    hidden  float32 [rows, hidden]: what the model made of each row's last token, not normed
-    """
-
-    k: Pages
-    v: Pages
-    hidden: Float[Array, "B H"]
 
 
 @serializable
@@ -37,9 +22,8 @@ class KVCache(struct.PyTreeNode):
 
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
     lengths      int32 [rows]: tokens stored; a row of 0 has nothing, in its states neither
-    attention    keys and values, one state for each group of layers (ModelConfig.groups)
-    delta_net    recurrent states, likewise
-    draft        what the draft layer keeps, where one is loaded
+    states       what each kind of mixer stores, by its name: states["attention"][0].k; one State for each
+                 group of layers with equal settings (ModelConfig.groups)
     chunk        most tokens of a row that may be read at once, where windows are rings; None: any number
 
     Donate it to the function that writes it, and XLA updates the pages where they are.
@@ -47,15 +31,19 @@ class KVCache(struct.PyTreeNode):
 
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
-    attention: tuple[AttentionState, ...] = ()
-    delta_net: tuple[DeltaNetState, ...] = ()
-    draft: DraftState | None = None
+    states: dict[str, tuple[Any, ...]]
     chunk: int | None = struct.field(pytree_node=False, default=None)
 
     @property
     def page_size(self) -> int:
         """Tokens in a page."""
-        return self.attention[0].page_size
+        return self.states["attention"][0].page_size
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the block table deals out."""
+        shared = (state.num_pages for state in self.states["attention"] if state.ring is None)
+        return next(shared, self.block_table.size)
 
     @property
     def capacity(self) -> int:
@@ -65,7 +53,7 @@ class KVCache(struct.PyTreeNode):
     @property
     def recurrent(self) -> bool:
         """Whether layers keep a state that is made of all tokens at once."""
-        return bool(self.delta_net)
+        return any(state.recurrent for states in self.states.values() for state in states)
 
     @property
     def rewinds(self) -> bool:
@@ -80,8 +68,9 @@ class KVCache(struct.PyTreeNode):
         """
         if self.recurrent:
             raise NotImplementedError(
-                "rewind: layers of a gated delta net keep one state of all tokens, which none can be taken "
-                "out of; take a copy before you read on (cache.take), or forget whole rows (cache.reset)"
+                "rewind: recurrent layers (a gated delta net) keep one state of all tokens, which none can "
+                "be taken out of; take a copy before you read on (cache.take), or forget whole rows "
+                "(cache.reset)"
             )
         if not self.rewinds:
             raise NotImplementedError(
@@ -103,34 +92,17 @@ class KVCache(struct.PyTreeNode):
         if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
             raise ValueError(f"take: rows are {rows.dtype} {rows.shape}; expected a list of row numbers")
         pages = self.block_table[rows]
-
-        def copied(tree: Any, pages: jax.Array) -> Any:
-            return jax.tree.map(lambda array: array[:, pages.reshape(-1)], tree)
-
-        def taken(state: AttentionState) -> AttentionState:
-            if state.ring is None:
-                return state.replace(k=copied(state.k, pages), v=copied(state.v, pages))
-            size = ring_size(state)
-            first = state.ring[rows, :size]
-            ring = jnp.asarray(attention.ring_table(len(rows), state.ring.shape[1], size))
-            return state.replace(k=copied(state.k, first), v=copied(state.v, first), ring=ring)
-
-        draft = self.draft and DraftState(
-            copied(self.draft.k, pages), copied(self.draft.v, pages), self.draft.hidden[rows]
-        )
         return self.replace(
             block_table=jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape),
             lengths=self.lengths[rows],
-            attention=tuple(map(taken, self.attention)),
-            delta_net=jax.tree.map(lambda by_layer: by_layer[:, rows], self.delta_net),
-            draft=draft,
+            states=map_states(lambda state: state.copies(rows, pages), self.states),
         )
 
-
-def ring_size(state: AttentionState) -> int:
-    """Pages of each row's ring."""
-    assert state.ring is not None
-    return state.num_pages // state.ring.shape[0]
+    def with_state(self, kind: str, group: int, state: Any) -> "KVCache":
+        """The same cache with another state for a group of layers."""
+        groups = list(self.states[kind])
+        groups[group] = state
+        return self.replace(states=self.states | {kind: tuple(groups)})
 
 
 def page_count(tokens: int, page_size: int) -> int:
@@ -153,59 +125,56 @@ def empty(
     pages: int | None = None,
     *,
     rewinds: bool = False,
+    checkpoints: int = 0,
 ) -> KVCache:
     """An empty cache whose rows can hold `context` tokens each. `run` must be resolved.
 
     pages    in all, for an engine that deals them out; None: each row owns enough of them, in order
     rewinds  keep the keys that no window reaches any more, so that `rewind` can take tokens back and any
              number of tokens can be read at once; else layers with a window keep a ring of pages
+    checkpoints  rows that only what belongs to a row has: recurrent states, and rings
 
     Zeros and not uninitialised memory: what lies beyond a row's length is masked, but 0 * NaN would be NaN.
     """
-    groups, chunk = config.groups("attention"), None
+    chunk = None
     if not rewinds:
-        chunk = max(read_size(group.settings.prefill_kernel(run)) for group in groups)
-    states = tuple(
-        attention.empty(group.settings, len(group.layers), run, rows, context, pages, chunk)
-        for group in groups
-    )
-    draft = None
-    if config.draft is not None:
-        hidden = jax.device_put(np.zeros((rows, config.hidden), np.float32), may_alias=False)
-        only = attention.empty(config.attention, 1, run, rows, context, pages, None)
-        draft = DraftState(only.k, only.v, hidden)
-    cache = KVCache(
-        block_table=jax.device_put(
-            first_table(rows, page_count(context, run.page_size), pages), may_alias=False
-        ),
+        chunk = max(read_size(group.settings.prefill_kernel(run)) for group in config.groups("attention"))
+    table = first_table(rows, page_count(context, run.page_size), pages)
+    states = empty_states(config, run, Room(rows + checkpoints, context, pages, chunk))
+    rings = any(state.ring is not None for state in states["attention"])
+    return KVCache(
+        block_table=jax.device_put(table, may_alias=False),
         lengths=jax.device_put(np.zeros(rows, np.int32), may_alias=False),
-        attention=states,
-        delta_net=empty_states(config, rows),
-        draft=draft,
-        chunk=chunk if any(state.ring is not None for state in states) else None,
+        states=with_kernels(states, config, run),
+        chunk=chunk if rings else None,
     )
-    return with_kernels(cache, config, run)
 
 
-def empty_states(config: ModelConfig, rows: int) -> tuple[DeltaNetState, ...]:
-    """Recurrent states of rows that have read nothing."""
-    groups = config.groups("delta_net")
-    return tuple(delta_net.empty(group.settings, len(group.layers), rows) for group in groups)
-
-
-def with_kernels(cache: KVCache, config: ModelConfig, run: RunConfig) -> KVCache:
-    """The same cache, for the kernels that are chosen for a model on this device."""
-
-    def chosen(kind: str, states: tuple[Any, ...]) -> tuple[Any, ...]:
-        kernels = [group.settings.kernels(run) for group in config.groups(kind)]
-        return tuple(
-            state.replace(impl=one, prefill_impl=many)
-            for state, (one, many) in zip(states, kernels, strict=True)
+def empty_states(config: ModelConfig, run: RunConfig, room: Room) -> dict[str, tuple[Any, ...]]:
+    """KVCache.states of rows that have read nothing."""
+    mixers = dict.fromkeys(layer.mixer.kind for layer in config.layers)
+    return {
+        kind: tuple(
+            kinds.get(kind).empty(group.settings, len(group.layers), run, room)
+            for group in config.groups(kind)
         )
+        for kind in mixers
+    }
 
-    return cache.replace(
-        attention=chosen("attention", cache.attention), delta_net=chosen("delta_net", cache.delta_net)
-    )
+
+def with_kernels(
+    states: dict[str, tuple[Any, ...]], config: ModelConfig, run: RunConfig
+) -> dict[str, tuple[Any, ...]]:
+    """The same states, for the kernels that are chosen for a model on this device."""
+
+    def chosen(settings: Any, state: Any) -> Any:
+        one, many = settings.kernels(run)
+        return state.replace(impl=one, prefill_impl=many)
+
+    return {
+        kind: tuple(chosen(group.settings, s) for group, s in zip(config.groups(kind), own, strict=True))
+        for kind, own in states.items()
+    }
 
 
 def advance(cache: KVCache, positions: Int[Array, "B T"]) -> KVCache:
@@ -215,4 +184,4 @@ def advance(cache: KVCache, positions: Int[Array, "B T"]) -> KVCache:
 
 def dtype_name(cache: KVCache) -> str:
     """The layout of its keys and values."""
-    return cache_layouts.name_of(cache.attention[0].k)
+    return cache_layouts.name_of(cache.states["attention"][0].k)

@@ -3,6 +3,8 @@
 tokens -> embed -> decoder: both halves of each layer (kinds/) -> logits
 """
 
+import functools
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,17 +12,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, rope
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.network.kinds import attention, delta_net
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import STREAM, Taps
 from pallas_kernels import matmul
-from pallas_kernels.attention import empty_workspace
+from pallas_kernels.attention import empty_workspace as attention_workspace
 
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 
@@ -28,6 +30,7 @@ UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU
 @over_mesh("whole", arrays="whole")
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
     """The embedding's rows of these tokens, decoded to float32; not scaled."""
+    tokens = arguments.integers("tokens", tokens)
     if params.axis is None:
         return params.embed.rows(tokens)
     count = params.embed.shape[0]  # tokens of the vocabulary that this device has
@@ -46,14 +49,16 @@ def decoder(
     num_keys: int | Int[Array, ""],
     taps: Taps | None = None,
     keep_updates: bool = False,
+    num_layers: int | None = None,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
     x_0 = embedding_scale embed(tokens);  x <- mixer(x);  x <- channels(x), as ModelConfig.layers says.
-    Returns x, not yet normed (`logits` does), the cache, and what taps.read names, by layer.
+    Returns x, not yet normed (`unembed` does), the cache, and what taps.read names, by layer.
 
     Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
-    updated; the pending updates of each layer are returned by layer too, for `replay`.
+    updated; the pending updates of each layer are returned by layer too, for `replay`. With num_layers, only
+    the first so many layers run.
 
     Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
@@ -64,6 +69,8 @@ def decoder(
     taps = Taps() if taps is None else taps
     if not isinstance(taps, Taps):
         raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output")')
+    count = config.num_layers if num_layers is None else num_layers
+    taps.check_layers(count)
     if params.axis is not None and (inner := sorted(taps.used - set(STREAM))):
         raise NotImplementedError(
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
@@ -71,7 +78,7 @@ def decoder(
         )
     rotations = {
         one: rope.rotation(one, frequencies, positions)
-        for one, frequencies in zip(attention.ropes(config), params.rope_frequencies, strict=True)
+        for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
     }
 
     def place_of(
@@ -81,64 +88,81 @@ def decoder(
         group = config.position(number, half).group
         return Place(
             settings=half,
-            weights=getattr(params.layers, half.kind)[group],
+            weights=params.layers[half.kind][group],
             group=group,
             index=_index(config, number, half, turn),
             eps=config.rms_norm_eps,
             positions=positions,
             rotations=rotations,
             num_keys=num_keys,
+            block_table=cache.block_table,
             axis=params.axis,
             peers=params.peers,
             taps=tap,
             updates=updates,
         )
 
-    def layer_step(carry, number, turn=0):
-        """The layer at a place of the turn-th period."""
+    def layer_step(carry, number, turn=0, tapped=None):
+        """The layer at a place of the turn-th period; tapped: whether taps have a place there."""
         x, cache, workspace = carry
         layer, read = config.layers[number], {}
-        tap = taps.for_layer(_layer_number(config, number, turn), read)
+        tapped = taps.taps_layer(number) if tapped is None else tapped
+        tap = taps.for_layer(_layer_number(config, number, turn), read) if tapped else NO_TAPS
         for half, site in zip(layer.halves, ("input", "middle"), strict=True):
-            place = place_of(number, half, turn, tap, read if keep_updates else None)
+            updates: dict[str, Any] = {}
+            place = place_of(number, half, turn, tap, updates if keep_updates else None)
             x = place.tapped(site, x)
-            x, cache, workspace = kinds.get(half.kind).block(x, place, cache, workspace)
+            states = cache.states.get(half.kind)
+            state = states and states[place.group]
+            x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
+            cache = cache.with_state(half.kind, place.group, state) if states else cache
+            read |= {_update_name(half.kind, place.group) + name: update for name, update in updates.items()}
         return (place.tapped("output", x), cache, workspace), read
 
-    def period(carry, turn):
+    def period(carry, turn, tapped):
         each = []
         for number in range(config.period):
-            carry, read = layer_step(carry, number, turn)
+            carry, read = layer_step(carry, number, turn, tapped[number])
             each.append(read)
         return carry, each
+
+    def tapped_places(turn):
+        """Which layers of a period are tapped."""
+        return tuple(taps.taps_layer(turn * config.period + number) for number in range(config.period))
 
     x = tokens
     if not jnp.issubdtype(tokens.dtype, jnp.floating):
         x = embed(params, tokens)
     x = x if config.embedding_scale == 1 else x * config.embedding_scale
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
-    whole = one_token and not taps.used and not keep_updates
+    whole = one_token and not taps.used and not keep_updates and count == config.num_layers
     schedule, read = params.step.schedule(rows) if whole else "launches", {}
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
 
         x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
     elif one_token and params.step.unrolled:
-        carry, each = (x, cache, _workspace(config, cache, rows)), []
-        for number in range(config.num_layers):
+        carry, each = (x, cache, empty_workspace(config, cache, rows)), []
+        for number in range(count):
             carry, layer_read = layer_step(carry, number)
             each.append(layer_read)
         x, cache, _ = carry
         read = _by_layer([], each)
     else:
-        turns, rest = divmod(config.num_layers, config.period)
+        turns, rest = divmod(count, config.period)
         unroll = max(1, UNROLL // config.period) if params.step.unrolled else 1
-        carry, by_turn = jax.lax.scan(period, (x, cache, None), jnp.arange(turns), unroll=unroll)
-        each = []
-        for number in range(config.num_layers - rest, config.num_layers):
+        carry, scanned, each = (x, cache, None), [], []
+        # One loop where all layers are tapped alike; where taps name layers, a loop for each run of turns.
+        for tapped, run in itertools.groupby(range(turns), tapped_places):
+            body, numbers = functools.partial(period, tapped=tapped), list(run)
+            carry, by_turn = jax.lax.scan(
+                body, carry, jnp.arange(numbers[0], numbers[-1] + 1), unroll=min(unroll, len(numbers))
+            )
+            scanned.append(by_turn)
+        for number in range(count - rest, count):
             carry, layer_read = layer_step(carry, number)
             each.append(layer_read)
-        (x, cache, _), read = carry, _by_layer(by_turn, each)
+        (x, cache, _), read = carry, _by_layer(scanned, each)
     return x, kv.advance(cache, positions), read
 
 
@@ -155,27 +179,30 @@ def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
     return turn if (start, step) == (0, 1) else start + step * turn
 
 
-def _workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
+def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
     """The workspace of attention's kernel, as large as any layer needs it."""
-    groups = zip(config.groups("attention"), cache.attention, strict=True)
-    sizes = (empty_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
+    groups = zip(config.groups("attention"), cache.states["attention"], strict=True)
+    sizes = (attention_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
     return max(sizes, key=lambda workspace: workspace.size)
 
 
-def _by_layer(turns: list[dict[str, jax.Array]], rest: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-    """What taps read, by site and stacked over the layers that have it: at each place of a period for all
-    turns, and in the layers after them."""
-    sites = {}
-    for site in dict.fromkeys(name for read in (*turns, *rest) for name in read):
-        places = [read[site] for read in turns if site in read]
-        last = [read[site][None] for read in rest if site in read]
-        if len(places) == 1:
-            last = [places[0], *last]
-        elif places:
-            stacked = jnp.stack(places, axis=1)
-            last = [stacked.reshape(-1, *stacked.shape[2:]), *last]
-        sites[site] = last[0] if len(last) == 1 else jnp.concatenate(last)
-    return sites
+def _by_layer(
+    loops: list[list[dict[str, jax.Array]]], rest: list[dict[str, jax.Array]]
+) -> dict[str, jax.Array]:
+    """What taps read, by site and stacked over the layers that have it: for each loop at each place of a
+    period for all turns, and in the layers after them."""
+    sites: dict[str, list[jax.Array]] = {}
+    for places in loops:
+        for site in dict.fromkeys(name for read in places for name in read):
+            each = [read[site] for read in places if site in read]
+            stacked = each[0] if len(each) == 1 else jnp.stack(each, axis=1)
+            sites.setdefault(site, []).append(
+                stacked if len(each) == 1 else stacked.reshape(-1, *stacked.shape[2:])
+            )
+    for read in rest:
+        for site, value in read.items():
+            sites.setdefault(site, []).append(value[None])
+    return {site: parts[0] if len(parts) == 1 else jnp.concatenate(parts) for site, parts in sites.items()}
 
 
 def replay(
@@ -188,31 +215,46 @@ def replay(
     """The cache with the tokens at these positions in its recurrent states, -1 for those to leave out, which
     come after a sequence's others: tokens that `decoder` read with keep_updates. Not having read a token
     stands for rewinding."""
-    numbers = config.layers_with("delta_net")
-    for group, one in enumerate(config.groups("delta_net")):
+    for kind, states in cache.states.items():
+        for group, state in enumerate(states):
+            prefix = _update_name(kind, group)
+            own = {name.removeprefix(prefix): u for name, u in updates.items() if name.startswith(prefix)}
+            if not own:  # rejected tokens are written over
+                continue
+            settings, weights = config.groups(kind)[group].settings, params.layers[kind][group]
 
-        def layer(cache, inputs, group=group, one=one):
-            index, qkv_z, gates = inputs
-            weights = params.layers.delta_net[group]
-            place = Place(one.settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
-            _, state = delta_net.updated(qkv_z, gates, place, cache.delta_net[group])
-            return delta_net.with_state(cache, group, state), None
+            def layer(state, inputs, kind=kind, group=group, settings=settings, weights=weights):
+                index, updates = inputs
+                place = Place(settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
+                return kinds.get(kind).replay(updates, place, state), None
 
-        own = [updates[name] for name in ("qkv_z", "gates")]
-        if one.layers != numbers:
-            places = jnp.array([numbers.index(number) for number in one.layers])
-            own = [update[places] for update in own]
-        each = jnp.arange(len(one.layers)), *own
-        unroll = UNROLL if params.step.unrolled else 1
-        cache = jax.lax.scan(layer, cache, each, unroll=unroll)[0]
+            each = jnp.arange(len(config.groups(kind)[group].layers)), own
+            unroll = UNROLL if params.step.unrolled else 1
+            cache = cache.with_state(kind, group, jax.lax.scan(layer, state, each, unroll=unroll)[0])
     return cache
 
 
-def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:
-    """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding
-    as the output matrix."""
+def _update_name(kind: str, group: int) -> str:
+    """How the names of a group's updates begin."""
+    return f"{kind}.{group}."
+
+
+@over_mesh("whole", arrays="whole")
+def unembed(
+    params: Params, hidden: Float[Array, "*batch H"], config: ModelConfig
+) -> Float[Array, "*batch V"]:
+    """Scores of every token of the vocabulary, from the residual stream.
+
+    logits = W_head rms_norm(hidden);  with a softcap c, c tanh(logits / c)
+
+    hidden  float32 [..., hidden], not normed: the last layer's "output", or that of any layer (a logit lens)
+    Returns float32 [..., vocabulary]. Tied models use the embedding as W_head. Differentiable in hidden.
+    Raises ValueError for vectors of another width.
+    """
+    if hidden.shape[-1:] != (config.hidden,):
+        raise ValueError(f"unembed: hidden is {list(hidden.shape)}; expected [..., {config.hidden}]")
     head = params.embed if params.head is None else params.head
-    scores = matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    scores = matmul(hidden, head, gamma=params.final_norm, eps=config.rms_norm_eps)
     if params.axis is not None:
         # The last device's share of the vocabulary may be padded.
         scores = jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]

@@ -30,12 +30,12 @@ def one_launch(
 ) -> tuple[Float[Array, "B 1 H"], KVCache]:
     """x after all layers of a decode step, by one kernel, and the cache."""
     inputs = _step_inputs(cache, place_of, config)
-    (mixer,), sizes, eps = params.layers.attention, config.attention, config.rms_norm_eps
+    (mixer,), sizes, eps = params.layers["attention"], config.attention, config.rms_norm_eps
     interleaved = sizes.rope.interleaved
-    if params.layers.experts:
+    if config.experts is not None:
         from pallas_kernels.step import experts_layers  # only GPUs need it
 
-        (w,), e = params.layers.experts, config.experts
+        (w,), e = params.layers["experts"], config.experts
         y, k_pages, v_pages = experts_layers.run(
             joined_product(x, mixer.qkv, place_of(0, sizes), mixer.norm)[:, 0],
             x[:, 0],
@@ -50,7 +50,7 @@ def one_launch(
         return y[:, None], _with_pages(cache, k_pages, v_pages)
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
 
-    (w,) = params.layers.mlp
+    (w,) = params.layers["mlp"]
     parts = [stack.parts[0] for stack in (*mixer.qkv, mixer.o, w.gate, w.up, w.down)]
     stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see problems.Step
     heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
@@ -73,9 +73,9 @@ def layer_products(
     from pallas_kernels.step import layer_products as kernels  # only GPUs need it
     from pallas_kernels.step.layer_products import OfLayer
 
-    rows, (channels,) = x.shape[0], params.layers.mlp
+    rows, (channels,) = x.shape[0], params.layers["mlp"]
     feed_forward = channels.gate, channels.up, channels.down
-    workspace = empty_workspace(rows, config.attention.num_heads, cache.attention[0].k)
+    workspace = empty_workspace(rows, config.attention.num_heads, cache.states["attention"][0].k)
     words = jnp.zeros(kernels.workspace_words(rows, config.hidden, config.mlp.ffn), jnp.int32)
 
     def parts(place: Place) -> tuple[OfLayer, OfLayer, OfLayer]:
@@ -94,7 +94,9 @@ def layer_products(
     norm, first, _ = parts(places[0])
     made = joined_product(x, (first.stack,), places[0], norm.stack)
     for number, place in enumerate(places):
-        y, cache, workspace = kinds.get(place.settings.kind).mix(made, x, place, cache, workspace)
+        kind, group = place.settings.kind, place.group
+        y, state, workspace = kinds.get(kind).mix(made, x, place, cache.states[kind][group], workspace)
+        cache = cache.with_state(kind, group, state)
         index = place_index(place_of(number, config.mlp))
         following = parts(places[number + 1])[:2] if number + 1 < len(places) else None
         x, made, words = kernels.run(
@@ -125,7 +127,7 @@ def layer_gemms(
     cache."""
     from pallas_kernels.step import layer_gemms as kernels  # only GPUs need it
 
-    (mixer,), (w,), sizes = params.layers.attention, params.layers.mlp, config.attention
+    (mixer,), (w,), sizes = params.layers["attention"], params.layers["mlp"], config.attention
     stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)  # five: see problems.Step
     inputs, total = _step_inputs(cache, place_of, config), kernels.Parts(x[None, :, 0])
     workspace = empty_workspace(x.shape[0], sizes.num_heads, inputs.k_pages)
@@ -148,7 +150,7 @@ def _step_inputs(cache: KVCache, place_of: PlaceOf, config: ModelConfig) -> Step
     """What fused kernels are given of one token of each row, but for matrices and activations."""
     first = config.layers[0]
     mixer, channels = place_of(0, first.mixer), place_of(0, first.channels)
-    (state,), w = cache.attention, mixer.weights
+    (state,), w = cache.states["attention"], mixer.weights
     cos, sin = mixer.rotations[mixer.settings.rope]
     return StepInputs(
         attn_norm=w.norm,
@@ -170,5 +172,5 @@ def place_index(place: Place) -> int:
 
 
 def _with_pages(cache: KVCache, k_pages: Any, v_pages: Any) -> KVCache:
-    (state,) = cache.attention
-    return cache.replace(attention=(state.replace(k=k_pages, v=v_pages),))
+    (state,) = cache.states["attention"]
+    return cache.with_state("attention", 0, state.replace(k=k_pages, v=v_pages))

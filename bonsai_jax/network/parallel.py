@@ -13,11 +13,14 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import DictKey, GetAttrKey
 
+from bonsai_jax import forks
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds.state import map_states
 from bonsai_jax.network.params import AXES, Params
 from bonsai_jax.weights.placement import DATA, MODEL, mapped, mesh_axis, present, size, spread
 
@@ -61,6 +64,7 @@ def over_mesh(returns: Any, *, arrays: str = "rows") -> Callable[[F], F]:
         def anywhere(params: Params, *args: Any, **kwargs: Any):
             if not isinstance(params, Params):
                 raise TypeError(f"params is a {type(params).__name__}; give model.params")
+            forks.check()
             if params.mesh is None:
                 out = function(params, *args, **kwargs)
                 words.flatten_up_to(out)
@@ -118,14 +122,9 @@ def _own_pages(tree, mesh: Mesh, back: bool = False):
             return value
         device = jax.lax.axis_index(DATA) * (1 if back else -1)
 
-        def own_ring(state):
-            ring = None if state.ring is None else state.ring + device * state.num_pages
-            return state.replace(ring=ring)
-
-        pages = max((state.num_pages for state in value.attention if state.ring is None), default=0)
         return value.replace(
-            block_table=value.block_table + device * pages,
-            attention=tuple(map(own_ring, value.attention)),
+            block_table=value.block_table + device * value.num_pages,
+            states=map_states(lambda state: state.with_page_offset(device), value.states),
         )
 
     return jax.tree.map(own, tree, is_leaf=_is_cache)
@@ -140,30 +139,23 @@ def empty_cache(
     pages: int | None = None,
     *,
     rewinds: bool = False,
+    checkpoints: int = 0,
 ) -> KVCache:
     """cache.empty over a mesh: each device has the pages of its rows and of its KV heads.
 
     Raises ValueError for a number of rows that does not split.
     """
+    options = {"rewinds": rewinds, "checkpoints": checkpoints}
     if mesh is None:
-        return kv.empty(config, run, rows, context, pages, rewinds=rewinds)
+        return kv.empty(config, run, rows, context, pages, **options)
     if rows % size(mesh, DATA):
         near = rows // size(mesh, DATA) * size(mesh, DATA)
         able = " or ".join(str(n) for n in (near, near + size(mesh, DATA)) if n)
         raise ValueError(f"{rows} rows do not split over {size(mesh, DATA)} devices; {able} would")
     whole = with_copied_heads(config, size(mesh, MODEL))
-    shape = jax.eval_shape(lambda: kv.empty(whole, run, rows, context, pages, rewinds=rewinds))
-    sharding = shardings(shape, mesh)
-    table = kv.first_table(rows, shape.block_table.shape[1], pages)
-    # Zeros never whole on one device; tables are known to every process.
-    cache = jax.tree.map(lambda x, place: jnp.zeros(x.shape, x.dtype, device=place), shape, sharding)
-    states = []
-    for state, place in zip(cache.attention, sharding.attention, strict=True):
-        if state.ring is not None:
-            ring = kv.attention.ring_table(rows, state.ring.shape[1], state.num_pages // rows)
-            state = state.replace(ring=spread(ring, place.ring))
-        states.append(state)
-    return cache.replace(attention=tuple(states), block_table=spread(table, sharding.block_table))
+    make = functools.partial(kv.empty, whole, run, rows, context, pages, **options)
+    # Compiled, so that its zeros are never whole on one device.
+    return jax.jit(make, out_shardings=shardings(jax.eval_shape(make), mesh))()
 
 
 def with_copied_heads(config: ModelConfig, parts: int) -> ModelConfig:
@@ -184,7 +176,11 @@ def specs(tree, mesh: Mesh):
     default = () if isinstance(tree, Params) else ("rows",)
 
     def spec(path, _):
-        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        names = [
+            key.name if isinstance(key, GetAttrKey) else key.key
+            for key in path
+            if isinstance(key, GetAttrKey | DictKey)
+        ]
         return present(tuple(mesh_axis(axis) for axis in _axes(names, default)), mesh)
 
     return jax.tree_util.tree_map_with_path(spec, tree)
@@ -195,8 +191,6 @@ def _axes(names: list[str], default: tuple) -> tuple[str | None, ...]:
     if "rotation" in names:
         return ()  # the signs of folded weights: a device that has a part of the inputs cuts out its own
     kind = next((name for name in names if name in kinds.NAMES), None)
-    if kind is None and "draft" in names and names[-1] in ("k", "v"):
-        kind = "attention"
     if kind is None:
         return next((AXES[name] for name in names if name in AXES), default)
     module = kinds.get(kind)
@@ -224,6 +218,7 @@ def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
 
 def fetch(array: jax.Array) -> np.ndarray:
     """An array on the host: all of it, whichever processes' devices hold it. Every process must ask."""
+    jax.block_until_ready(array)  # Ctrl-C ends this wait, but not that of a copy to the host
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,23 +1,18 @@
 """The weights of a model: for each kind of layer its own dataclass, and what belongs to no layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
-import numpy as np
 from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds, rope, schedules
-from bonsai_jax.network.kinds.attention import Weights as Attention
-from bonsai_jax.network.kinds.attention import ropes
-from bonsai_jax.network.kinds.delta_net import Weights as DeltaNet
-from bonsai_jax.network.kinds.experts import Weights as Experts
-from bonsai_jax.network.kinds.mlp import Weights as Mlp
 from bonsai_jax.network.schedules import StepPlan
-from bonsai_jax.weights.plan import LoadPlan
-from bonsai_jax.weights.read import Fields, read
+from bonsai_jax.weights.read import read
+from bonsai_jax.weights.records import LoadPlan
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import QTensor, serializable
 from pallas_kernels.qtensor import leaves
@@ -30,15 +25,9 @@ HEAD = Spec("head", "output.weight", "lm_head.weight", TABLE, ("vocab", None), o
 AXES = {"embed": EMBED.axes, "head": HEAD.axes, "peers": ("rows", "devices", None, None)}
 
 
-@serializable
-class Layers(struct.PyTreeNode):
-    """Weights of layers, by kind: one for each group of layers with equal settings (ModelConfig.groups),
-    stacked over its layers. Empty where no layer has a kind."""
-
-    attention: tuple[Attention, ...] = ()
-    delta_net: tuple[DeltaNet, ...] = ()
-    mlp: tuple[Mlp, ...] = ()
-    experts: tuple[Experts, ...] = ()
+# Weights of layers by kind, layers["attention"][0].o: for each group of layers with equal settings
+# (ModelConfig.groups) the kind's Weights, stacked over its layers. Kinds that no layer has are missing.
+type Layers = dict[str, tuple[Any, ...]]
 
 
 @serializable
@@ -62,8 +51,9 @@ class Draft(struct.PyTreeNode):
 class Params(struct.PyTreeNode):
     """A model's weights.
 
+    layers    of each kind, by the kind's name: layers["attention"][0].o
     head      None where the embedding is the output matrix too (tied)
-    rope_frequencies   radians per position of each pair, for each Rope of the model (attention.ropes)
+    rope_frequencies   radians per position of each pair, for each Rope of the model (rope.ropes)
     step      how a decode step is launched
     axis      the mesh axis over which matrices are split (weights/placement.py); None where a device has them
               whole. Split ones exist inside shard_map, and their static shapes are those of one device
@@ -90,36 +80,25 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
     progress   called with bytes read so far and in all
     """
-    fields, placement = read(plan, progress), plan.placement
-    draft = None
-    if plan.draft is not None:
-        own = read(plan.draft)
-        draft = Draft(**own | {"layers": _layers(own)})
-    frequencies = []
-    for one in ropes(plan.config):
-        value = rope.frequencies(one)
-        # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one for each pair.
-        if (divisors := fields.get("rope_divisors")) is not None:
-            value = value / np.asarray(divisors)
-        value = np.asarray(value, np.float32)
-        frequencies.append(placement.vectors(value) if placement else jax.device_put(value))
+    placement, models = plan.placement, []
+    for fields in read(plan, progress):
+        groups = fields["layers"].items()
+        weights = {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
+        models.append(fields | {"layers": weights})
+    model, *draft = models
+    frequencies = rope.model_frequencies(plan.config, model.get("rope_divisors"))
     return Params(
-        embed=fields["embed"],
-        layers=_layers(fields),
-        final_norm=fields["final_norm"],
-        head=fields["head"],
-        rope_frequencies=tuple(frequencies),
-        peers=placement.peers() if placement else None,
-        draft=draft,
+        embed=model["embed"],
+        layers=model["layers"],
+        final_norm=model["final_norm"],
+        head=model.get("head"),
+        rope_frequencies=tuple(placement.put(value) for value in frequencies),
+        peers=placement.peers(),
+        draft=Draft(**draft[0]) if draft else None,
         step=schedules.step_plan(plan),
-        axis=placement.axis if placement else None,
-        mesh=placement.mesh if placement else None,
+        axis=placement.axis,
+        mesh=placement.mesh,
     )
-
-
-def _layers(fields: Fields) -> Layers:
-    groups = fields["layers"].items()
-    return Layers(**{kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups})
 
 
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
@@ -127,7 +106,7 @@ def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
     model is not tied, and the experts that no row uses (Experts.share_read)."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     total -= 0 if params.head is None else params.embed.nbytes
-    for group, weights in zip(config.groups("experts"), params.layers.experts, strict=True):
+    for group, weights in zip(config.groups("experts"), params.layers.get("experts", ()), strict=True):
         stored = sum(w.nbytes for w in leaves((weights.gate, weights.up, weights.down)))
         total -= round((1 - group.settings.share_read(rows)) * stored)
     return total

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax.config import ModelConfig
+
 
 @dataclasses.dataclass(frozen=True)
 class Rope:
@@ -89,6 +91,20 @@ def frequencies(rope: Rope) -> np.ndarray:
         keep = 1 - (i - low) / max(0.001, high - low)
     keep = np.clip(keep, 0.0, 1.0)
     return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)
+
+
+def ropes(config: ModelConfig) -> tuple[Rope, ...]:
+    """The ropes of a model, each once."""
+    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
+
+
+def model_frequencies(config: ModelConfig, divisors: Float[Array, "R"] | None) -> list[np.ndarray]:
+    """`frequencies` of each of a model's ropes.
+
+    divisors  of each pair, by which llama.cpp writes Llama 3's scaling of the frequencies; None: 1
+    """
+    by = np.float32(1) if divisors is None else np.asarray(divisors)
+    return [np.asarray(frequencies(rope) / by, np.float32) for rope in ropes(config)]
 
 
 def rotation(

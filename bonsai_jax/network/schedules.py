@@ -12,7 +12,7 @@ refusals of pallas_kernels.
 import dataclasses
 
 from bonsai_jax.network import kinds
-from bonsai_jax.weights.plan import LoadPlan, Stack
+from bonsai_jax.weights.records import LoadPlan
 from pallas_kernels import device, problems, selection
 
 
@@ -36,17 +36,14 @@ def step_plan(plan: LoadPlan) -> StepPlan:
     """The schedule for every number of rows. Raises NotImplementedError where the one that was asked for
     cannot run."""
     problem, run = step_problem(plan), plan.run
-    tiled = any(matrix.products.tiled for stack in plan.stacks for part in stack.parts for matrix in part)
+    tiled = any(p.matrix.products.tiled for stack in plan.stacks if stack.kind for p in stack.pieces)
     return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled)
 
 
 def step_problem(plan: LoadPlan) -> problems.Step:
     """The decode step of one row, as the choice of a schedule sees it."""
     config, run = plan.config, plan.run
-    split = bool(plan.placement and plan.placement.axis)
-    stacks = {
-        (stack.kind, stack.group, stack.array): stack for stack in plan.stacks if _is_whole(plan, stack)
-    }
+    stacks = {(stack.kind, stack.group, stack.array): stack for stack in plan.stacks if stack.whole}
     used = [
         (kind, group, array)
         for kind in config.kinds
@@ -56,13 +53,13 @@ def step_problem(plan: LoadPlan) -> problems.Step:
     channels = {layer.channels for layer in config.layers}
     joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS for kind in config.kinds)
     joined = joined and all(key in stacks for key in used)
-    members = [m for key in used if joined for layer in stacks[key].members for m in layer]
-    matrices = [m for key in used if joined for part in stacks[key].parts for m in part]
+    members = [member for key in used if joined for member in stacks[key].members]
+    matrices = [piece.matrix for key in used if joined for piece in stacks[key].pieces]
     folded = any(member.folded for member in members)
     joined = joined and all(matrix.products.tiled for matrix in matrices)
     joined = joined and all(member.folded == folded for member in members)
     if router := stacks.get(("experts", 0, "router")):
-        formats = {matrix.problem.format for part in router.parts for matrix in part}
+        formats = {piece.matrix.problem.format for piece in router.pieces}
         joined = joined and formats in ({"f32"}, {"f16"}, {"bf16"})
 
     def layer_products(number: int):
@@ -71,7 +68,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
             for array in kinds.get(half.kind).PRODUCTS or ():
                 stack = stacks[half.kind, group, array]
                 part = stack.parts[stack.where[index][0]]
-                yield tuple((matrix.problem.format, matrix.problem.n) for matrix in part)
+                yield tuple((piece.matrix.problem.format, piece.matrix.problem.n) for piece in part)
 
     layers = tuple(tuple(layer_products(n)) for n in range(config.num_layers if joined else 0))
     decode, _ = config.attention.problems(run)
@@ -85,15 +82,9 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         decode,
         experts=(experts.count, experts.used) if experts else None,
         bits=run.activation_bits,
-        split=split,
+        split=plan.placement.axis is not None,
         widths=tuple(layer.mixer.output_width for layer in config.layers),
-        plain=len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated),
+        plain=len({layer.mixer for layer in config.layers}) == 1 and not config.attention.gated,
         folded=folded,
-        post_norms=any(s.field == "post_norm" and t for s, t in plan.description.tensors.items()),
+        post_norms=any(vector.array == "post_norm" for vector in plan.vectors),
     )
-
-
-def _is_whole(plan: LoadPlan, stack: Stack) -> bool:
-    """Whether a stack has all tensors of its array, joined."""
-    specs = [s for s in plan.description.tensors if (s.kind, s.array) == (stack.kind, stack.array)]
-    return len(stack.fields) == len([s for s in specs if plan.description.tensors[s]])

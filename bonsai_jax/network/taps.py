@@ -2,11 +2,13 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
+from bonsai_jax import arguments
 from bonsai_jax.network import kinds
 from bonsai_jax.network.kinds.place import Tap
 
@@ -35,8 +37,8 @@ class Taps:
     scores                  of each query and key, scaled, -inf where masked [B, heads, T, keys]
     pattern                 attention weights, softmax(scores) [B, heads, T, keys]
     z                       pattern @ v, by head, before W_o [B, T, heads, D]
-    hidden                  act(W_gate n) * (W_up n), before W_down [B, T, F]; of layers of experts that of
-                            each chosen one [B, T, used, F]
+    hidden                  act(W_gate n) * (W_up n), without a gate act(W_up n), before W_down [B, T, F]; of
+                            layers of experts that of each chosen one [B, T, used, F]
     router                  of layers of experts: probabilities of all [B, T, experts], before some are chosen
     experts                 the chosen ones, int32 [B, T, used], the likeliest first
     expert_weights          what each one's output is multiplied with [B, T, used]
@@ -47,28 +49,47 @@ class Taps:
     read   names whose values are returned (edited ones), stacked over the layers that have them
     edit   (name, layer, x) -> x, called while the layers are traced; `layer` may be traced
     at     names that `edit` is called for; those of the residual stream and what is added to it, unless given
+    layers  number of the layer, or of the layers, that are read and edited; None: all
 
     Nothing is done or kept where there are no taps. rot_q, rot_k, scores and pattern are what a kernel of
     attention keeps to itself: they exist where attention is the reference, as in `bj.forward` everywhere.
     Scores and pattern are of all keys at once, memory that attention otherwise does without.
+    Raises ValueError for a name that is not a site.
     """
 
     read: frozenset[str] = frozenset()
     edit: Callable[[str, int | jax.Array, jax.Array], jax.Array] | None = None
     at: frozenset[str] = frozenset(STREAM)
+    layers: frozenset[int] | None = None
 
     def __post_init__(self):
         for field in ("read", "at"):
             names = getattr(self, field)
-            names = frozenset((names,) if isinstance(names, str) else names)
+            names = (names,) if isinstance(names, str) else names
+            if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"Taps: {field} is {arguments.shown(names)}; give names of sites")
+            names = frozenset(names)
             object.__setattr__(self, field, names)
             if unknown := sorted(names - set(SITES)):
                 raise ValueError(f"Taps: {field} names {unknown[0]!r}; there are {', '.join(SITES)}")
+        if self.edit is not None:
+            arguments.function("Taps: edit", self.edit)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layer_numbers(self.layers))
 
     @property
     def used(self) -> frozenset[str]:
         """Sites at which something is read or edited."""
         return self.read if self.edit is None else self.read | self.at
+
+    def taps_layer(self, layer: int) -> bool:
+        """Whether something is read or edited in this layer."""
+        return bool(self.used) and (self.layers is None or layer in self.layers)
+
+    def check_layers(self, count: int) -> None:
+        """Raise ValueError where `layers` has numbers beyond the `count` layers that run."""
+        if self.layers and max(self.layers) >= count:
+            raise ValueError(f"Taps: layers has {max(self.layers)}; the layers that run are 0 to {count - 1}")
 
     def for_layer(self, layer: int | jax.Array, read: dict[str, jax.Array]) -> dict[str, Tap]:
         """For each site in use x -> x, as edited; what is read is noted in `read`."""
@@ -81,6 +102,17 @@ class Taps:
             return x
 
         return {name: functools.partial(tap, name) for name in SITES if name in self.used}
+
+
+def _layer_numbers(layers: Any) -> frozenset[int]:
+    """`layers` as a set. Raises TypeError or ValueError for what are no numbers of layers."""
+    try:
+        numbers = frozenset(map(operator.index, layers if isinstance(layers, Iterable) else (layers,)))
+    except TypeError:
+        raise TypeError(f"Taps: layers is {layers!r}; give numbers of layers, such as [0, 5]") from None
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"Taps: layers is {layers!r}; give one number or more, counted from 0")
+    return numbers
 
 
 def _like(x: jax.Array, edited: Any, name: str) -> jax.Array:

@@ -10,6 +10,7 @@ import contextvars
 import dataclasses
 import datetime
 import functools
+import itertools
 import json
 import re
 import string
@@ -172,6 +173,37 @@ def _afford_join(separator: str, values: list[Any]) -> None:
     BUDGET.get().afford(characters=size * ESCAPED)
 
 
+def _afford_pieces(pattern: str) -> Callable[..., None]:
+    """An estimate for what cuts a text at each match of a pattern: a step for each piece. Short pieces take
+    50 times the memory of their characters."""
+    matches = re.compile(pattern).finditer
+
+    def afford(value: Any, *arguments: Any, **named: Any) -> None:
+        budget = BUDGET.get()
+        pieces = itertools.islice(matches(value if isinstance(value, str) else text(value)), budget.steps + 1)
+        budget.afford(steps=sum(1 for _ in pieces))
+
+    return afford
+
+
+_afford_words = _afford_pieces(r"\S+")
+
+
+def _afford_split(value: str, sep: str | None = None, maxsplit: int = -1) -> None:
+    if maxsplit < 0 and sep is None:
+        _afford_words(value)
+    elif maxsplit < 0 and sep:
+        BUDGET.get().afford(steps=value.count(sep))
+    else:
+        BUDGET.get().afford(steps=min(max(0, maxsplit), len(value)))
+
+
+def _afford_entries(value: Any, *arguments: Any, **named: Any) -> None:
+    """An estimate for a list of a value's entries, such as the characters of a text."""
+    if isinstance(value, str | list | tuple | dict | range):
+        BUDGET.get().afford(steps=len(value))
+
+
 def _afford_percent(template: str, *values: Any, **named: Any) -> None:
     """Estimate `template % values`: every field may write all values, as wide as the largest number says."""
     budget = BUDGET.get()
@@ -193,6 +225,9 @@ _METHOD_ESTIMATES: dict[str, Callable[..., None]] = {
     "ljust": _afford_width,
     "replace": _afford_replace,
     "rjust": _afford_width,
+    "rsplit": _afford_split,
+    "split": _afford_split,
+    "splitlines": _afford_pieces(r"[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]"),
     "zfill": _afford_width,
 }
 
@@ -315,18 +350,22 @@ def _afford_precision(value: Any, precision: int = 0, method: str = "common") ->
 # jinja2's own filters, with an estimate where the result can be larger than the input.
 _FILTERS: dict[str, Callable[..., Any] | None] = {
     **dict.fromkeys(("abs", "attr", "capitalize", "count", "d", "default", "dictsort", "first", "float")),
-    **dict.fromkeys(("int", "items", "last", "length", "list", "lower", "map", "max", "min")),
-    **dict.fromkeys(("reject", "rejectattr", "reverse", "select", "selectattr", "sort", "title", "trim")),
-    **dict.fromkeys(("truncate", "unique", "upper", "wordcount")),
+    **dict.fromkeys(("int", "items", "last", "length", "lower", "map", "max", "min")),
+    **dict.fromkeys(("reject", "rejectattr", "reverse", "select", "selectattr", "trim")),
+    **dict.fromkeys(("truncate", "unique", "upper")),
     "center": _afford_width,
     "e": _afford_escape,
     "escape": _afford_escape,
     "format": _afford_percent,
     "groupby": _afford_groups,
     "indent": _afford_indent,
+    "list": _afford_entries,
     "replace": _afford_replace,
     "round": _afford_precision,
     "safe": text,
+    "sort": _afford_entries,
+    "title": _afford_pieces(r"[-\s({\[<]+"),
+    "wordcount": _afford_pieces(r"\w+"),
 }
 _TAKE_ANY_OBJECT = frozenset(("attr", "d", "default"))  # jinja2's own objects too
 _ITERATE = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))

@@ -7,6 +7,7 @@ tokens.
 
 import codecs
 import functools
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -34,10 +35,12 @@ class Tokenizer(Vocabulary):
         """The tokenizer in a `checkpoints.Checkpoint`, or in files beside it. Errors are those of `from_gguf`
         and `from_folder`."""
         if checkpoint.naming == "gguf":
-            return Tokenizer.from_gguf(checkpoint.metadata)
-        if checkpoint.folder is None:
+            vocabulary = tokenizer_gguf.build(checkpoint.metadata)
+        elif checkpoint.folder is not None:
+            vocabulary = tokenizer_huggingface.build(checkpoint.folder)
+        else:
             raise ValueError(f"{checkpoint.source}: no folder, so no tokenizer.json")
-        return Tokenizer.from_folder(checkpoint.folder)
+        return Tokenizer(**vars(vocabulary))
 
     @staticmethod
     def from_gguf(metadata: Mapping[str, Any]) -> "Tokenizer":
@@ -77,6 +80,8 @@ class Tokenizer(Vocabulary):
         parse_special  "<|im_start|>" in the text is the control token of that name; if False it is plain
                        text, so that text from strangers cannot forge a turn
         """
+        if not isinstance(text, str):
+            raise TypeError(f"text is a {type(text).__name__}; give a str")
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -96,6 +101,10 @@ class Tokenizer(Vocabulary):
                       continue a text (generated text after a prompt), and " Paris" keeps its space
         Ids beyond the vocabulary have no text. Raises ValueError for a negative id.
         """
+        try:
+            ids = [operator.index(id) for id in ids]
+        except TypeError:
+            raise TypeError(f"ids: a {type(ids).__name__} was given; expected whole numbers") from None
         data = b"".join([self._shown(id, skip_special) for id in ids])
         if at_start and self.space_prefix:
             data = data.removeprefix(b" ")
@@ -105,7 +114,7 @@ class Tokenizer(Vocabulary):
         """The bytes that a token stands for: for a control token its name, b"" for an unused id or one beyond
         the vocabulary. Raises ValueError for a negative id."""
         if id < 0:
-            raise ValueError(f"token id {id} is negative")
+            raise ValueError(f"ids: token id {id} is negative")
         if id >= len(self.texts):
             return b""
         text, kind = self.texts[id], self.kinds[id]

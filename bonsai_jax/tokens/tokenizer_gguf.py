@@ -172,19 +172,60 @@ class _Tokens:
         special = [id for id, kind in enumerate(self.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
         special.sort(key=lambda id: -len(self.texts[id].encode()))
         user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
+        named = [(self.texts[id], id) for id in special], [(self.texts[id], id) for id in user_defined]
+        return _Encoder(*named, encode_plain)
 
-        def encode(text: str, parse_special: bool) -> list[int]:
-            parts: list[str | int] = [text] if text else []
-            for id in special if parse_special else user_defined:
-                if self.texts[id] in text:
-                    parts = [piece for part in parts for piece in _cut(part, self.texts[id], id)]
-            ids, follows_special = [], True
-            for part in parts:
-                ids += [part] if isinstance(part, int) else encode_plain(part, follows_special)
-                follows_special = isinstance(part, int)
-            return ids
 
-        return encode
+# Encoders are objects, because a function inside a function cannot be pickled.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Encoder:
+    """Vocabulary.encoder of a GGUF file.
+
+    special, user_defined   (text, id) of the tokens to look for in a text, with parse_special and without
+    encode_plain            encodes the text between them
+    """
+
+    special: list[tuple[str, int]]
+    user_defined: list[tuple[str, int]]
+    encode_plain: Callable[[str, bool], list[int]]
+
+    def __call__(self, text: str, parse_special: bool) -> list[int]:
+        parts: list[str | int] = [text] if text else []
+        for name, id in self.special if parse_special else self.user_defined:
+            if name in text:
+                parts = [piece for part in parts for piece in _cut(part, name, id)]
+        ids, follows_special = [], True
+        for part in parts:
+            ids += [part] if isinstance(part, int) else self.encode_plain(part, follows_special)
+            follows_special = isinstance(part, int)
+        return ids
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ByteLevel:
+    """encode_plain of byte-level BPE. below: ids from here on stand for bytes without a token; None: all
+    bytes have one."""
+
+    backend: Any
+    below: int | None
+
+    def __call__(self, text: str, follows_special: bool) -> list[int]:
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        return ids if self.below is None else [id for id in ids if id < self.below]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _SentencePiece:
+    """encode_plain of a "llama" vocabulary."""
+
+    backend: Any
+    space_prefix: bool
+
+    def __call__(self, text: str, follows_special: bool) -> list[int]:
+        text = " " + text if self.space_prefix and follows_special else text
+        return self.backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
 
 
 def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
@@ -234,13 +275,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
         + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
 
-    def encode_plain(text: str, follows_special: bool) -> list[int]:
-        ids = backend.encode(text, add_special_tokens=False).ids
-        return [id for id in ids if id < count] if missing else ids
-
     return tokens.vocabulary(
         metadata,
-        encode_plain=encode_plain,
+        encode_plain=_ByteLevel(backend, count if missing else None),
         bos_id=tokens.special_id(metadata, "bos"),
         eos_id=tokens.special_id(metadata, "eos"),
         add_bos=pre.add_bos,
@@ -285,13 +322,9 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabula
     )
     space_prefix = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
 
-    def encode_plain(text: str, follows_special: bool) -> list[int]:
-        text = " " + text if space_prefix and follows_special else text
-        return backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
-
     return tokens.vocabulary(
         metadata,
-        encode_plain=encode_plain,
+        encode_plain=_SentencePiece(backend, space_prefix),
         bos_id=tokens.special_id(metadata, "bos", 1),
         eos_id=tokens.special_id(metadata, "eos", 2),
         add_bos=True,

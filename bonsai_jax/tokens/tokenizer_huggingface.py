@@ -1,7 +1,10 @@
 """Tokenizers from a Hugging Face folder: tokenizer.json and the files beside it."""
 
+import contextlib
+import dataclasses
 import functools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +34,55 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
+@contextlib.contextmanager
+def _errors_name(path: Path) -> Iterator[None]:
+    """Whatever a damaged file makes our code or the package tokenizers raise, as ValueError. A panic of
+    tokenizers, which is written in Rust, is no Exception."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, MemoryError):
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+            raise ValueError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        raise
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Encoder:
+    """Vocabulary.encoder of a tokenizer.json. backend: a tokenizers.Tokenizer."""
+
+    path: Path
+    backend: Any
+
+    @functools.cached_property
+    def without_special(self) -> Any:
+        copy = type(self.backend).from_str(self.backend.to_str())
+        copy.encode_special_tokens = True  # encode their names as text
+        return copy
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a pickled `without_special` would be an ordinary one
+        return _Encoder, (self.path, self.backend)
+
+    def __call__(self, text: str, parse_special: bool) -> list[int]:
+        with _errors_name(self.path):
+            backend = self.backend if parse_special else self.without_special
+            return backend.encode(text, add_special_tokens=False).ids
+
+
 def build(folder: Path) -> Vocabulary:
     """See Tokenizer.from_folder."""
-    from tokenizers import Tokenizer as Backend
-
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"{path} is missing; no other tokenizer file of a Hugging Face folder is read")
-    try:
-        backend = Backend.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise ValueError(f"{path} cannot be read: {error}") from None
+    with _errors_name(path):
+        return _build(folder, path)
+
+
+def _build(folder: Path, path: Path) -> Vocabulary:
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(path))
     backend.no_truncation()
     backend.no_padding()
     byte_level, space_prefix = _decoder_kind(path, backend)
@@ -65,15 +106,6 @@ def build(folder: Path) -> Vocabulary:
             f"{path} puts {names} around a text; supported: BOS before it and EOS after it"
         )
 
-    @functools.cache
-    def without_special() -> Any:
-        copy = Backend.from_str(backend.to_str())
-        copy.encode_special_tokens = True  # encode their names as text
-        return copy
-
-    def encode(text: str, parse_special: bool) -> list[int]:
-        return (backend if parse_special else without_special()).encode(text, add_special_tokens=False).ids
-
     return Vocabulary(
         texts=texts,
         kinds=kinds,
@@ -86,7 +118,7 @@ def build(folder: Path) -> Vocabulary:
         add_bos=add_bos,
         add_eos=add_eos,
         chat_template=_huggingface_template(folder, config),
-        encoder=encode,
+        encoder=_Encoder(path, backend),
     )
 
 

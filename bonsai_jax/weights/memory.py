@@ -1,5 +1,6 @@
 """What a model takes of a device's memory, and in which form its weights fit."""
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -14,14 +15,14 @@ from pallas_kernels import device
 from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import tiled_nbytes
 from pallas_kernels.refusals import NEEDS_LLVM
-from pallas_kernels.selection import Verdict, choose, explain, products
+from pallas_kernels.selection import Verdict, explain, products
 
 
 def weight_bytes(description: Description, run: RunConfig) -> int:
     """Bytes of the loaded weights on the device: 4 for each where they are decoded at load, else as in the
     file or in the format's tiles, which store base 3 as 2 bits."""
-    descriptions = [description, *([description.draft] if description.draft else [])]
-    kinds = collections.Counter((t.format, t.shape, t.nbytes) for one in descriptions for _, t in one.each())
+    tensors = [t for model in description.models for _, t in model.sources]
+    kinds = collections.Counter((t.format, t.shape, t.nbytes) for t in tensors)
     return sum(count * tensor_bytes(*kind, run) for kind, count in kinds.items())
 
 
@@ -32,9 +33,18 @@ def tensor_bytes(format: str, shape: tuple[int, ...], file_bytes: int, run: RunC
     if len(shape) < 2:
         return file_bytes
     *experts, n, k = shape
-    problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
-    tiled = products(problem, run.impl).tiled
+    tiled, _ = _kernels(format, n, k, run)
     return math.prod(experts) * tiled_nbytes(format, (n, k)) if tiled else file_bytes
+
+
+def _kernels(format: str, n: int, k: int, run: RunConfig) -> tuple[bool, str | None]:
+    """(Whether kernels read such a matrix in tiles, why on a CPU only the reference could multiply it packed;
+    None: a kernel can.)"""
+    problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
+    chosen = products(problem, run.impl)
+    if jax.default_backend() != "cpu" or format == "f32" or chosen.kernel(1) != "reference":
+        return chosen.tiled, None
+    return chosen.tiled, next(v.reason for v in explain(problem, impl=run.impl) if v.kernel == "cpu")
 
 
 def bytes_per_token(config: ModelConfig, run: RunConfig) -> int:
@@ -62,6 +72,23 @@ def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     return run.batch_size * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
 
 
+CONTEXT_SHARE = 0.25  # of the memory that weights leave free: a CPU writes zeros into all of a cache
+
+
+def longest_context(description: Description, run: RunConfig, parts: int = 1) -> int:
+    """The model's own context, or the largest one, in whole pages, whose cache and scratch take a quarter of
+    the memory that is free beside the weights. `run` must be resolved; `parts` as for `check`."""
+    most, page = description.config.context_length, run.page_size
+    free = machine.free_memory() - weight_bytes(description, run) / parts
+
+    def exceeds(pages: int) -> bool:
+        longer = dataclasses.replace(run, context=pages * page)
+        return sum(_share(description, longer, parts)[1:]) > CONTEXT_SHARE * free
+
+    pages = bisect.bisect_left(range(1, -(-most // page) + 1), True, key=exceeds)
+    return min(most, max(pages, 1) * page)
+
+
 def explain_weights(description: Description, run: RunConfig, parts: int = 1) -> list[Verdict]:
     """Both ways to store the weights, which one `run` gets, and why. All of `run` but its weights must be
     resolved; `parts` as for `check`.
@@ -76,12 +103,11 @@ def explain_weights(description: Description, run: RunConfig, parts: int = 1) ->
             Verdict(way, way == run.weights, "asked for" if way == run.weights else asked)
             for way in ("decoded", "packed")
         ]
+    without = _without_kernel(description, run)
     weights, cache, _ = _share(description, dataclasses.replace(run, weights="decoded"), parts)
     sizes = f"weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB"
     free = machine.free_memory() if jax.process_count() == 1 else machine.device_memory()  # all must agree
-    on_cpu = jax.default_backend() == "cpu"
-    without = _without_kernel(description, run) if on_cpu else None
-    if not on_cpu:
+    if jax.default_backend() != "cpu":
         decoded, reason = False, "is faster on a CPU only"
     elif without is None:
         decoded, reason = False, "is slower than the kernels that read packed weights"
@@ -99,7 +125,7 @@ def explain_weights(description: Description, run: RunConfig, parts: int = 1) ->
 def missing_extra(description: Description, run: RunConfig) -> str | None:
     """In a line what the extra `cpu` would give, on a CPU where it is missing; None elsewhere. `run` must be
     resolved."""
-    if jax.default_backend() != "cpu" or _without_kernel(description, run) != NEEDS_LLVM:
+    if _without_kernel(description, run) != NEEDS_LLVM:
         return None
     stored, packed = (
         weight_bytes(description, dataclasses.replace(run, weights=way)) / 1e9
@@ -112,13 +138,10 @@ def missing_extra(description: Description, run: RunConfig) -> str | None:
 
 
 def _without_kernel(description: Description, run: RunConfig) -> str | None:
-    """Why some of the file's matrices would be multiplied packed by the reference; None: none would."""
-    shapes = {(t.format, *t.shape[-2:]) for _, t in description.each() if len(t.shape) > 1}
-    for format, n, k in sorted(shapes):
-        problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
-        if format != "f32" and choose(problem, impl=run.impl) == "reference":
-            return next(v.reason for v in explain(problem, impl=run.impl) if v.kernel == "cpu")
-    return None
+    """Why on a CPU the reference would multiply some of the file's matrices packed; None: it would none."""
+    shapes = {(t.format, *t.shape[-2:]) for _, t in description.sources if len(t.shape) > 1}
+    reasons = (_kernels(format, n, k, run)[1] for format, n, k in sorted(shapes))
+    return next(filter(None, reasons), None)
 
 
 def check(description: Description, run: RunConfig, parts: int = 1) -> None:
@@ -152,6 +175,19 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
         f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
         f"{machine.device_name()}; {remedy}"
     )
+
+
+def check_cache(config: ModelConfig, run: RunConfig, rows: int, tokens: int, asked: str) -> None:
+    """Raise MemoryError when a cache of these rows and this many tokens of room in all exceeds a device's
+    memory, before anything is allocated. asked: what the user gave, for the message."""
+    pages = -(-tokens // run.page_size) * run.page_size
+    nbytes, limit = pages * bytes_per_token(config, run), machine.device_memory()
+    # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
+    nbytes += rows * (bytes_per_row(config, run) + 5 * config.vocab_size)
+    if nbytes > limit:
+        raise MemoryError(
+            f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"
+        )
 
 
 def _share(description: Description, run: RunConfig, parts: int) -> tuple[float, float, float]:

@@ -15,23 +15,24 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.weights.specs import Spec
-from checkpoints import Gathered, Tensor
+from bonsai_jax.weights.specs import Source, Spec
 from pallas_kernels import QTensor, device, formats
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 DATA, MODEL = "data", "model"
+Key = TypeVar("Key")
 # Logical axis -> mesh axis; any other name is an axis that devices along "model" split.
 RULES: dict[str | None, str | None] = {"rows": DATA, "layers": None, None: None}
 
@@ -51,8 +52,13 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = Non
     devices   the first data x model of jax.devices(), unless given
     Raises ValueError when there are fewer.
     """
+    data, model = arguments.whole("data", data, 1), arguments.whole("model", model, 1)
+    if devices is not None and not isinstance(devices, Iterable):
+        raise TypeError(f"devices is a {type(devices).__name__}; give a list of jax.devices()")
     devices = jax.devices() if devices is None else list(devices)
-    if min(data, model) < 1 or data * model > len(devices):
+    for one in devices:
+        arguments.kind("devices", one, jax.Device, "a list of jax.devices()")
+    if data * model > len(devices):
         raise ValueError(
             f"a mesh of data={data} x model={model} devices; there are {len(devices)}; lower one of them, or "
             "make more of a CPU (jax_num_cpu_devices)"
@@ -83,29 +89,50 @@ def padded_rows(rows: int, mesh: Mesh | None) -> int:
 PEERS = ("rows", "devices", None, None)  # logical axes of Params.peers
 
 
-class Matrix(NamedTuple):
-    """A matrix as `Placement.check` asks about it: its shape (outputs, inputs), the format in which it is
-    stored, whether in tiles, and whether its inputs are regrouped (plan.Member)."""
+class Whole(NamedTuple):
+    """An array that devices may split.
+
+    settings   of the layers that have it; None for an array of the model's own
+    shape      (outputs, inputs) of a matrix
+    format     the file's
+    stored     that in which a matrix is stored
+    tiled      whether in tiles
+    regrouped  whether the inputs lie in the order in which devices have them (records.Member)
+    """
 
     spec: Spec
     settings: Any
-    shape: tuple[int, int]
-    format: str
-    tiled: bool
-    regrouped: bool
+    shape: tuple[int, ...]
+    format: str = "f32"
+    stored: str = "f32"
+    tiled: bool = False
+    regrouped: bool = False
+
+
+class Recipe(Protocol):
+    """How a device makes a matrix of what it is given: a static value.
+
+    share   what each device has of the result; None: all
+    whole   of each tensor whether every device is given all of it, and not its share
+    """
+
+    @property
+    def share(self) -> "Share | None": ...
+    @property
+    def whole(self) -> tuple[bool, ...]: ...
+    def __call__(self, given: tuple) -> QTensor: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the weights of a model go: `params.load` asks it.
+    """Where the weights of a model go.
 
-    config      of the whole model
+    mesh        the devices; None: the default device
     all_reduce  RunConfig's
     count       devices that share the weights; None: as many as the mesh has
     """
 
-    mesh: Mesh
-    config: ModelConfig
+    mesh: Mesh | None = None
     all_reduce: str = "auto"
     count: int | None = None
 
@@ -118,68 +145,61 @@ class Placement:
         """Params.axis."""
         return MODEL if self.parts > 1 else None
 
-    def check(self, matrices: Sequence["Matrix"]) -> None:
-        """Raise ValueError, with the sizes of the mesh's "model" axis that would do, where a layer or a
-        matrix does not split."""
-        most = self.config.attention.num_heads
-        reasons = {d: self._refuses(matrices, d) for d in (self.parts, *range(1, most + 1))}
-        if reason := reasons[self.parts]:
-            able = ", ".join(str(d) for d in range(1, most + 1) if not reasons[d])
-            raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
+    def shares(self, config: ModelConfig, arrays: Mapping[Key, Whole]) -> "dict[Key, Share | None]":
+        """What each device has of each of these arrays; None: all of it.
 
-    def _refuses(self, matrices: Sequence["Matrix"], parts: int) -> str | None:
-        """Why this model cannot be split over this number of devices, or None."""
-        if parts == 1:
-            return None
-        halves = dict.fromkeys(half for layer in self.config.layers for half in layer.halves)
-        reasons = (half.refuses_split(parts) for half in halves)
-        if reason := next(filter(None, reasons), None):
-            return reason
-        other = dataclasses.replace(self, count=parts)
-        return next(filter(None, map(other._refuses_matrix, matrices)), None)
-
-    def _refuses_matrix(self, m: "Matrix") -> str | None:
-        share, field = self.share(m.spec, m.settings, m.shape, m.tiled, m.regrouped), m.spec.field
-        if share is None or m.spec.axes[0] in ("vocab", "experts"):
-            return None
-        if share.axis == 0:
-            rows = TILE_ROWS if m.tiled else 1
-            whole = share.count % rows == 0
-            return None if whole else f"{field}: {share.count} rows are no whole tiles of {rows}"
-        columns = math.lcm(formats.get(m.format).WEIGHTS, TILE_COLUMNS if m.tiled else 1)
-        if all(count % columns == 0 for count in share.counts):
-            return None
-        return f"{field}: {m.shape[1]} columns of {m.format} do not split at {columns}"
-
-    def share(
-        self, spec: Spec, settings: Any, shape: tuple[int, ...], tiled: bool = False, regrouped: bool = False
-    ) -> "Share | None":
-        """What each device has of an array of this shape; None: all of it.
-
-        settings   of the layers' kind; None for an array of the model's own
-        shape      (outputs, inputs) of a matrix; the vocabulary is padded to whole shares, with rows that are
-                   never read
-        regrouped  the inputs lie in the order in which devices have them (plan.Member)
+        Raises ValueError, with the sizes of the mesh's "model" axis that would do, where a layer or a matrix
+        does not split.
         """
+        if reason := self._refuses(config, arrays.values()):
+            others = [dataclasses.replace(self, count=n + 1) for n in range(config.attention.num_heads)]
+            able = ", ".join(str(p.parts) for p in others if not p._refuses(config, arrays.values()))
+            raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
+        return {key: self._share(array) for key, array in arrays.items()}
+
+    def _refuses(self, config: ModelConfig, arrays: Iterable[Whole]) -> str | None:
+        """Why this model cannot be split over so many devices, or None."""
         if self.parts == 1:
             return None
-        for axis, name in enumerate(spec.axes):
-            if name is None:
-                continue
-            if name == "vocab":
-                unit = TILE_ROWS if tiled else 1
-                return Share(
-                    axis, *even_runs(-(-shape[0] // (unit * self.parts)) * unit * self.parts, self.parts)
-                )
-            if regrouped:
-                return Share(axis, *even_runs(shape[axis], self.parts))
-            return Share(axis, *settings.runs(name, self.parts))
-        return None
+        halves = dict.fromkeys(half for layer in config.layers for half in layer.halves)
+        reasons = [half.refuses_split(self.parts) for half in halves]
+        return next(filter(None, reasons), None) or next(filter(None, map(self._refuses_array, arrays)), None)
 
-    def blocks(self, t: Tensor | Gathered, share: "Share | None") -> jax.Array:
-        """A matrix's blocks over the mesh, uint8: the shares of all devices side by side. Nothing else of the
+    def _refuses_array(self, a: Whole) -> str | None:
+        share, field = self._share(a), a.spec.field
+        if share is None or a.spec.axes[0] in ("vocab", "experts"):
+            return None
+        if share.axis == 0:
+            rows = TILE_ROWS if a.tiled else 1
+            whole = share.count % rows == 0
+            return None if whole else f"{field}: {share.count} rows are no whole tiles of {rows}"
+        columns = math.lcm(formats.get(a.stored).WEIGHTS, TILE_COLUMNS if a.tiled else 1)
+        if all(count % columns == 0 for count in share.counts):
+            return None
+        return f"{field}: {a.shape[1]} columns of {a.stored} do not split at {columns}"
+
+    def _share(self, a: Whole) -> "Share | None":
+        """The vocabulary is padded to whole shares, with rows that are never read."""
+        axis = next((axis for axis, name in enumerate(a.spec.axes) if name is not None), None)
+        if self.parts == 1 or axis is None:
+            return None
+        name = str(a.spec.axes[axis])
+        if name == "vocab":
+            unit = self.parts * (TILE_ROWS if a.tiled else 1)
+            starts, counts = even_runs(-(-a.shape[axis] // unit) * unit, self.parts)
+        elif a.regrouped:
+            starts, counts = even_runs(a.shape[axis], self.parts)
+        else:
+            starts, counts = a.settings.runs(name, self.parts)
+        block = formats.get(a.format).WEIGHTS if axis else 1
+        return Share(axis, starts, counts, whole_blocks=all(count % block == 0 for count in counts))
+
+    def blocks(self, t: Source, share: "Share | None") -> np.ndarray | jax.Array:
+        """A matrix's blocks, uint8; over a mesh the shares of all devices side by side. Nothing else of the
         file is read."""
         data = t.data
+        if self.mesh is None:
+            return data
 
         def read(index) -> np.ndarray:
             if share is None:
@@ -196,53 +216,64 @@ class Placement:
         sharding = NamedSharding(self.mesh, self._spec(share))
         return jax.make_array_from_callback((rows, *data.shape[1:]), sharding, read)
 
-    def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: tuple[bool, ...]):
-        """`make`, run on each device with a tuple of inputs: its share of each, or all of it where `whole`
-        says so."""
-        spec = self._spec(share)
-        return mapped(make, self.mesh, (self._sources(spec, whole),), spec)
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def made(self, recipe: Recipe, given: tuple) -> QTensor:
+        """A matrix, each device's share made by itself."""
+        if self.mesh is None:
+            return recipe(given)
+        spec, given_specs = self._specs(recipe)
+        return mapped(recipe, self.mesh, (given_specs,), spec)(given)
 
-    def placed(self, make: Callable[[Any], QTensor], share: "Share | None", whole: tuple[bool, ...]):
-        """The same, written into the place of a layer: (stack, inputs, layer) -> stack."""
-        spec = self._spec(share)
-        stack = P(None, *spec)
+    def zeros(self, recipe: Recipe, given: tuple, layers: int) -> QTensor:
+        """A stack of such matrices, all zeros; no device ever has all of it."""
+        one = jax.eval_shape(functools.partial(self.made, recipe), given)
+        sharding = self.mesh and NamedSharding(self.mesh, P(None, *self._spec(recipe.share)))
+        return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), one)
 
-        def place(stack, sources, layer):
-            return jax.tree.map(lambda field, new: field.at[layer].set(new), stack, make(sources))
+    @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+    def placed(self, recipe: Recipe, stack: QTensor, given: tuple, index) -> QTensor:
+        """The same stack with such a matrix in the place of one layer."""
 
-        return mapped(place, self.mesh, (stack, self._sources(spec, whole), P()), stack)
+        def place(stack, given, index):
+            return jax.tree.map(lambda field, new: field.at[index].set(new), stack, recipe(given))
 
-    def _sources(self, spec: P, whole: tuple[bool, ...]) -> tuple[P, ...]:
-        return tuple(P() if everywhere else spec for everywhere in whole)
+        if self.mesh is None:
+            return place(stack, given, index)
+        spec, given_specs = self._specs(recipe)
+        in_stack = P(None, *spec)
+        return mapped(place, self.mesh, (in_stack, given_specs, P()), in_stack)(stack, given, index)
 
-    def zeros(self, shape: QTensor, layers: int, share: "Share | None") -> QTensor:
-        """A stack of such matrices; no device ever has all of it."""
-        sharding = NamedSharding(self.mesh, P(None, *self._spec(share)))
-        return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), shape)
+    def _specs(self, recipe: Recipe) -> tuple[P, tuple[P, ...]]:
+        """How a matrix lies on the mesh, and what it is made of."""
+        spec = self._spec(recipe.share)
+        return spec, tuple(P() if whole else spec for whole in recipe.whole)
 
-    def stacked(self, pieces: Sequence[np.ndarray], shares: Sequence["Share | None"], axes) -> jax.Array:
+    def stacked(self, pieces: Sequence[np.ndarray], shares: "Sequence[Share | None]", axes) -> jax.Array:
         """Small arrays [layers, ...] of the same layers, joined along their second axis: the part of each
         device of each array, side by side."""
         if any(share is None for share in shares):
-            return self.vectors(np.concatenate(pieces, axis=1), axes)
+            whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+            return self.put(whole, axes)
         by_device = [
             np.stack([share.cut(layer, index) for layer in piece])
             for index in range(self.parts)
             for piece, share in zip(pieces, shares, strict=True)
             if share is not None
         ]
-        return self.vectors(np.concatenate(by_device, axis=1), axes)
+        return self.put(np.concatenate(by_device, axis=1), axes)
 
-    def vectors(self, value: np.ndarray, axes: Sequence[str | None] = ()) -> jax.Array:
-        """A small array that every process has whole, over the mesh by its logical axes."""
+    def put(self, value: np.ndarray, axes: Sequence[str | None] = ()) -> jax.Array:
+        """A small array that every process has whole; over a mesh by its logical axes."""
+        if self.mesh is None:
+            return jax.device_put(value)
         names = tuple(mesh_axis(axis) for axis in axes)
         return spread(value, NamedSharding(self.mesh, present(names, self.mesh)))
 
-    def peers(self) -> Int[Array, "data model devices+2 2"] | None:
+    def peers(self) -> Int[jax.Array, "data model devices+2 2"] | None:
         """Addresses of the mailboxes in which a decode step sums over devices; None where it has none, as
         with "auto" if devices cannot write into each other's memory. "mailbox" then raises
         NotImplementedError."""
-        if self.parts == 1 or self.all_reduce == "psum":
+        if self.mesh is None or self.parts == 1 or self.all_reduce == "psum":
             return None
         names, grid = self.mesh.axis_names, self.mesh.devices
         grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
@@ -259,10 +290,13 @@ class Placement:
 
         pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
         value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
-        return self.vectors(value, PEERS)
+        return self.put(value, PEERS)
 
     def _spec(self, share: "Share | None") -> P:
         return P() if share is None else P(*[None] * share.axis, self.axis)
+
+
+ONE_DEVICE = Placement()
 
 
 @functools.cache  # never freed: compiled programs may know its address
@@ -299,11 +333,15 @@ def _reach_each_other(devices: tuple[Any, ...]) -> bool:
 class Share:
     """The part of a matrix on each device along the mesh axis "model", rows (axis 0) or columns (axis 1).
     Device `index` has, for each run, positions start .. start + count - 1, with start from starts[index] and
-    count from counts; the runs follow one another."""
+    count from counts; the runs follow one another.
+
+    whole_blocks   whether they are whole blocks of the file's format, which run along the columns
+    """
 
     axis: int
     starts: tuple[tuple[int, ...], ...]
     counts: tuple[int, ...]
+    whole_blocks: bool = True
 
     @property
     def count(self) -> int:
@@ -311,10 +349,6 @@ class Share:
 
     def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
         return (self.count, whole[1]) if self.axis == 0 else (whole[0], self.count)
-
-    def whole_blocks(self, format: str) -> bool:
-        """Whether it is cut at borders of the format's blocks, which run along the columns."""
-        return self.axis == 0 or all(count % formats.get(format).WEIGHTS == 0 for count in self.counts)
 
     def cut(self, whole: np.ndarray, index: int, per_element: float = 1) -> np.ndarray:
         """A device's share of an array; per_element: weights that one element along the axis stands for."""

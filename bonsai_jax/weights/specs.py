@@ -1,16 +1,17 @@
 """Which tensors a file of an architecture must hold, and which half of which layer each belongs to."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bonsai_jax.config import Layer, ModelConfig
-from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor, folding
+from bonsai_jax.weights.drawing import Drawn
+from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor
 from pallas_kernels import formats
 
 # What "model." is in Hugging Face files of models that also see images.
 MULTIMODAL = ("model.language_model.", "language_model.model.")
-Source = Tensor | Gathered | RandomTensor
+Source = Tensor | Gathered | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
 
@@ -62,12 +63,15 @@ class Spec:
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
 
+    def settings(self, config: ModelConfig, layer: int | None) -> Any:
+        """The half of a layer that has it; None if it belongs to no layer."""
+        if layer is None:
+            return None
+        return next(half for half in config.layers[layer].halves if half.kind == self.kind)
+
     def sizes(self, config: ModelConfig, layer: int | None) -> tuple[int, ...]:
         """The shape that the tensor must have."""
-        owners: tuple[Any, ...] = (config,)
-        if layer is not None:
-            half = next(half for half in config.layers[layer].halves if half.kind == self.kind)
-            owners = half, config
+        owners = (config,) if layer is None else (self.settings(config, layer), config)
         return tuple(
             next(getattr(owner, name) for owner in owners if hasattr(owner, name)) for name in self.shape
         )
@@ -90,7 +94,9 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
     Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
     skipped = (*config.skipped, *([config.draft] if config.draft else []))
     unused: dict[str, Source] = {
-        _without_prefix(name): t for name, t in checkpoint.tensors.items() if not name.startswith(skipped)
+        _without_prefix(name): Drawn(t) if isinstance(t, RandomTensor) else t
+        for name, t in checkpoint.tensors.items()
+        if not name.startswith(skipped)
     }
     matched: dict[Spec, Sources] = {}
     for spec in specs:
@@ -171,15 +177,23 @@ class Description:
     draft: "Description | None" = None
     skipped: tuple[str, ...] = ()
 
-    def each(self) -> Iterator[tuple[Spec, Source]]:
+    @property
+    def sources(self) -> tuple[tuple[Spec, Source], ...]:
         """Every tensor, with its spec."""
-        for spec, sources in self.tensors.items():
-            for tensor in sources.values():
-                yield spec, tensor
+        return tuple((spec, t) for spec, by_layer in self.tensors.items() for t in by_layer.values())
+
+    @property
+    def models(self) -> "tuple[Description, ...]":
+        """The model and, where it is loaded, its draft layer."""
+        return (self,) if self.draft is None else (self, self.draft)
 
 
 def describe(
-    checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig, draft: Sequence[Spec] = ()
+    checkpoint: Checkpoint,
+    specs: Sequence[Spec],
+    config: ModelConfig,
+    draft: Sequence[Spec] = (),
+    fold: Folding | None = None,
 ) -> Description:
     """The description of a checkpoint whose architecture has these specs; `draft` are those of its draft
     layer, which is described where config.draft names it.
@@ -187,19 +201,33 @@ def describe(
     Raises CheckpointError naming the tensor that is missing, has no place or the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats."""
     check_formats(checkpoint, config)
+    if _untied_without_head(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.source}: tensor lm_head.weight is missing; config.json says that the embedding is "
+            "not also the output matrix (tie_word_embeddings is false)"
+        )
     names = checkpoint.tensors
     return Description(
         source=checkpoint.source,
         naming=checkpoint.naming,
         config=config,
         tensors=match(checkpoint, specs, config),
-        folding=folding(checkpoint),
+        folding=fold,
         draft=_draft(checkpoint, draft, config) if config.draft else None,
         skipped=tuple(start for start in config.skipped if any(name.startswith(start) for name in names)),
     )
 
 
-def with_draft(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+def _untied_without_head(checkpoint: Checkpoint) -> bool:
+    if checkpoint.naming != "huggingface":
+        return False
+    text = checkpoint.metadata.get("text_config")
+    tied = [part.get("tie_word_embeddings") for part in (text, checkpoint.metadata) if isinstance(part, dict)]
+    says = next((value for value in tied if value is not None), None)
+    return says is False and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
+
+
+def with_draft(checkpoint: Checkpoint, config: ModelConfig, fold: Folding | None = None) -> ModelConfig:
     """The same config with the draft layer (MTP) in use. Raises ValueError for a file that has none, and
     NotImplementedError for several, or one whose weights are folded."""
     marks = {"gguf": "nextn.eh_proj.weight", "huggingface": "fc.weight"}
@@ -208,7 +236,7 @@ def with_draft(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
         raise ValueError(f"{checkpoint.source}: it has no draft layer (MTP); leave draft and 'mtp' out")
     if len(drafts) > 1:
         raise NotImplementedError(f"{checkpoint.source}: it has {len(drafts)} draft layers; supported: one")
-    if (fold := folding(checkpoint)) and any(name.startswith(drafts[0]) for name in fold.weights):
+    if fold and any(name.startswith(drafts[0]) for name in fold.weights):
         raise NotImplementedError(
             f"{checkpoint.source}: weights of its draft layer are Hadamard-folded, which is not supported; "
             "leave draft and 'mtp' out"

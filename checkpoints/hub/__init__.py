@@ -9,17 +9,18 @@ from pathlib import Path
 from ..checkpoint import CheckpointError
 from ..gguf import part_paths
 from . import cache, download, names
-from .names import is_hub_name
+from .names import is_address, is_hub_name
 
-__all__ = ["fetch", "is_hub_name"]
+__all__ = ["fetch", "is_address", "is_hub_name"]
 
 
 def fetch(source: str, *, offline: bool = False, check: bool = False) -> Path:
     """The local path of "user/repo[:quant]", downloaded if it is not in the cache: a GGUF file or a folder.
 
-    `quant` picks among a repository's GGUF files by a word of their names ("q4_k_m" finds "x-Q4_K_M.gguf");
-    all parts of a split file are fetched. A repository without GGUF files is fetched as a Hugging Face
-    folder. An interrupted download continues where it stopped. A file with another size or hash than the Hub
+    An address of a repository or of a file on the Hub does as well (names.parse). `quant` picks among a
+    repository's GGUF files by a word of their names ("q4_k_m" finds "x-Q4_K_M.gguf"); all parts of a split
+    file are fetched. A repository without GGUF files is fetched as a Hugging Face folder.
+    An interrupted download continues where it stopped. A file with another size or hash than the Hub
     lists is deleted; `check` also reads the files that are in the cache already. `offline`, or
     HF_HUB_OFFLINE=1, uses the cache only. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT are read at each
     call. Raises CheckpointError if there is no such repository or file, if several match, if a file is not

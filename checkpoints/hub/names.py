@@ -9,6 +9,7 @@ from ..checkpoint import CheckpointError
 from ..gguf import part_paths
 
 _NAME = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(:(?P<quant>[\w.-]+(/[\w.-]+)*))?", re.ASCII)
+_HOST = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/", re.IGNORECASE)
 # Q4_K_M, IQ4_XS, PTQ1_0, UD-Q4_K_XL, Q1_0_g128, BF16, fp16, mxfp4: what makers of GGUF files put into names.
 _QUANT = re.compile(
     r"(?<![a-z0-9])(ud-)?([a-z]{0,2}q\d\w*|bf16|fp?(8|16|32)|[a-z]{2}fp4\w*)(?![a-z0-9])", re.IGNORECASE
@@ -31,16 +32,30 @@ _FOLDER_FILES = [
 ]
 
 
+def is_address(source: str) -> bool:
+    """Whether `source` begins as an address of the Hub does: "hf.co/", "https://huggingface.co/"."""
+    return _HOST.match(source) is not None
+
+
 def is_hub_name(source: str) -> bool:
-    """Whether `source` has the form "user/repo" or "user/repo:quant"."""
-    return _NAME.fullmatch(source) is not None
+    """Whether `source` has the form "user/repo" or "user/repo:quant", or is an address of the Hub."""
+    return is_address(source) or _NAME.fullmatch(source) is not None
 
 
 def parse(source: str) -> tuple[str, str | None]:
-    """ "user/repo:quant" -> ("user/repo", "quant"); without a quant, None. CheckpointError for other text."""
-    match = _NAME.fullmatch(source)
+    """ "user/repo:quant" -> ("user/repo", "quant"); without a quant, None. An address of a repository or of a
+    file in it means the same: "https://huggingface.co/user/repo/blob/main/x.gguf" is "user/repo:x.gguf".
+    CheckpointError for other text."""
+    name = _HOST.sub("", source)
+    if name != source:  # an address
+        name = re.sub(r"[?#].*$", "", name).rstrip("/")
+        name = re.sub(r"/(blob|resolve|raw)/main/", ":", re.sub(r"/tree/main$", "", name), count=1)
+    match = _NAME.fullmatch(name)
     if not match:
-        raise CheckpointError(f'{source}: not a name on the Hub; write "user/repo" or "user/repo:quant"')
+        raise CheckpointError(
+            f'{source}: not a name on the Hub; write "user/repo" or "user/repo:quant", or the address of a '
+            "repository or of a GGUF file in its branch main"
+        )
     return match["repo"], match["quant"]
 
 

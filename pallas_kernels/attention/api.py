@@ -88,16 +88,19 @@ def attend(
         parts = zip(("q", "k", "v"), split(qkv.reshape(B, T, -1, head_dim)), strict=True)
         parts = [taps[name](x) if name in taps else x for name, x in parts]
         qkv = jnp.concatenate(parts, axis=2).reshape(B, T, width)
+
+    def turned() -> tuple[jax.Array, jax.Array, jax.Array]:
+        q, k, v = split(qkv.reshape(B, T, -1, head_dim))
+        if norms[0] is not None and norms[1] is not None:
+            q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
+        return apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved), v
+
     if kernel.fused:
         gammas = norms if norms[0] is not None else None
         if within_lanes:
             cos, sin = (x[:, 0] for x in rotation)
         else:  # before the kernel
-            q, k, v = split(qkv.reshape(B, T, -1, head_dim))
-            if norms[0] is not None and norms[1] is not None:
-                q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
-            q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
-            qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
+            qkv, gammas = jnp.concatenate(turned(), axis=2).reshape(B, T, width), None
             cos = sin = None
         gates_too = gated and gate is None
         attends = functools.partial(
@@ -107,10 +110,7 @@ def attend(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
         )
         return _output(out[:, None], heads, taps, gate), k_pages, v_pages, None if workspace is None else used
-    q, k, v = split(qkv.reshape(B, T, -1, head_dim))
-    if norms[0] is not None and norms[1] is not None:
-        q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
-    q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
+    q, k, v = turned()
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
     q, k = map(cache_layouts.recognize(k_pages).rotate, (q, k))

@@ -41,7 +41,7 @@ def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
 
     slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
                 if it has none, None if no warp has; None: keys and values go to registers
-    load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
+    load_qkv    as for `decode.Attention.run`
     next_layer  (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """

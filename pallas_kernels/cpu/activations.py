@@ -155,12 +155,14 @@ class Writer:
 
         self.chunks(k, write)
 
-    def chunks(self, k: Value, write: Callable[[Value, Value | None], None]) -> None:
-        """write(c, None) for every whole chunk, then write(c, columns left) for a partial one."""
-        whole = k / self.v.width
+    def chunks(self, k: Value, write: Callable[[Value, Value | None], None], width: int = 0) -> None:
+        """write(c, None) for every whole chunk, the format's or of a width, then write(c, columns left) for a
+        partial one."""
+        width = width or self.v.width
+        whole = k / width
         with loop(constant(k.b, I64, 0), whole) as c:
             write(c, None)
-        left = k - whole * self.v.width
+        left = k - whole * width
         with when(left.compared(">", 0)):
             write(whole, left.narrow(I32))
 
@@ -173,10 +175,7 @@ class Writer:
             values = x.at(c * (4 * DWORDS)).load(kind, left)
             total.value = values.fma(values, total.value)
 
-        whole = k / DWORDS
-        with loop(constant(b, I64, 0), whole) as c:
-            add(c, None)
-        add(whole, (k - whole * DWORDS).narrow(I32))
+        self.chunks(k, add, DWORDS)
         mean = total.value.sum() / k.float() + self.kernel.eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 

@@ -14,8 +14,8 @@ Python runs.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
 
 from llvmlite import ir
 
@@ -23,11 +23,11 @@ from pallas_kernels.cpu.values import (
     ADDRESS,
     I32,
     I64,
-    Builder,
     Value,
     Variable,
     constant,
     function,
+    intrinsic,
     loop,
     when,
 )
@@ -64,24 +64,19 @@ def handler(name: str, *phases: Phase) -> ir.Module:
     functions = []
     for i, phase in enumerate(phases):
         one = function(module, f"part_{i}", ir.VoidType(), [ADDRESS, I64, I64], phase.part)
-        many = function(
-            module, f"take_{i}", ir.VoidType(), [ADDRESS], lambda job, one=one: _take_parts(job, one)
-        )
-        job = function(
-            module, f"thread_{i}", ir.VoidType(), [ADDRESS], lambda job, many=many: _thread(job, many)
-        )
-        functions.append((one, many, job))
+        take = functools.partial(_take_parts, one)
+        functions.append((one, function(module, f"thread_{i}", ir.VoidType(), [ADDRESS], take)))
 
     def execute(frame: Value) -> Value:
         b, threads = frame.b, _threads(frame)
-        for phase, (one, many, job) in zip(phases, functions, strict=True):
+        for phase, (one, many) in zip(phases, functions, strict=True):
             n = phase.parts(frame, threads)
             alone = n.compared("<", 2) | threads.compared("<", 2)
             with b.if_else(alone.ir) as (yes, no):
                 with yes:
                     b.call(one, [frame.ir, I64(0), I64(1)])
                 with no:
-                    _spread(frame, n, threads, many, job)
+                    _spread(frame, n, threads, many)
         return constant(b, I64, 0)
 
     entry(module, name, execute)
@@ -169,17 +164,17 @@ def _struct(rest: list[Value]) -> Value:
     return Value(b, place)
 
 
-def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task: ir.Function) -> None:
+def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function) -> None:
     b = frame.b
     others = Variable(threads - 1)
     others.value = others.value.compared("<", parts).select(others.value, parts - 1)
-    job = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [I64(JOB_BYTES)]))
+    job = intrinsic("malloc", ADDRESS, constant(b, I64, JOB_BYTES))
     job.at(JOB["next"]).store(constant(b, I64, 0))
     job.at(JOB["unfinished"]).store(parts)
-    job.at(JOB["holders"]).store(others.value + 1)
+    job.at(JOB["holders"]).store(others.value + 2)  # this thread takes parts, and then waits
     job.at(JOB["parts"]).store(parts)
     job.at(JOB["frame"]).store(frame)
-    arguments = _in_context(frame, [Value(b, b.ptrtoint(task, I64)), Value(b, b.ptrtoint(job.ir, I64))])
+    arguments = _in_context(frame, [Value(b, b.ptrtoint(many, I64)), Value(b, b.ptrtoint(job.ir, I64))])
     with loop(constant(b, I64, 0), others.value):
         error = _api(frame, "schedule", arguments)
         with when(error.compared("!=", 0), likely=False):  # XLA has no threads after all
@@ -189,8 +184,8 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     b.branch(waiting)
     b.position_at_end(waiting)
     left = Value(b, b.load_atomic(job.at(JOB["unfinished"]).ir, "acquire", 8, typ=I64))
-    pause = ir.FunctionType(I32, [])
-    b.call(_library(b, "other_threads_first", pause), [])
+    pause = "other_threads_first"  # compiled._engine
+    b.call(b.module.globals.get(pause) or ir.Function(b.module, ir.FunctionType(I32, []), pause), [])
     b.cbranch(left.compared("==", 0).ir, done, waiting)
     b.position_at_end(done)
     _leave(job)
@@ -199,22 +194,16 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
 def allocated(size: Value) -> tuple[Value, Value]:
     """`size` bytes of memory, aligned to 64, and the address that `freed` takes."""
     b = size.b
-    memory = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [(size + 64).ir]))
+    memory = intrinsic("malloc", ADDRESS, size + 64)
     misaligned = Value(b, b.ptrtoint(memory.ir, I64)) & 63
     return memory.at(constant(b, I64, 64) - misaligned), memory
 
 
 def freed(memory: Value) -> None:
-    b = memory.b
-    b.call(_library(b, "free", ir.FunctionType(ir.VoidType(), [ADDRESS])), [memory.ir])
+    intrinsic("free", ir.VoidType(), memory)
 
 
-def _library(b: Builder, name: str, kind: ir.FunctionType) -> Any:
-    """A function of the C library (compiled._engine)."""
-    return b.module.globals.get(name) or ir.Function(b.module, kind, name)
-
-
-def _take_parts(job: Value, one: ir.Function) -> None:
+def _take_parts(one: ir.Function, job: Value) -> None:
     """Run parts until none is left, in any order: the thread that runs a part does not change its result."""
     b = job.b
     parts = job.at(JOB["parts"]).load(I64)
@@ -228,10 +217,6 @@ def _take_parts(job: Value, one: ir.Function) -> None:
     b.atomic_rmw("sub", job.at(JOB["unfinished"]).ir, I64(1), "acq_rel")
     b.branch(take)
     b.position_at_end(done)
-
-
-def _thread(job: Value, many: ir.Function) -> None:
-    job.b.call(many, [job.ir])
     _leave(job)
 
 

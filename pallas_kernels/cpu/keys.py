@@ -43,9 +43,7 @@ class Kernel:
     scales    dtype of what each token's and head's numbers are times; None: they have no scale
     group     query heads of a KV head
     head_dim  a multiple of 16
-    scale     of scores
-    window    keys that a query sees, itself among them; None: all before it
-    softcap   scores are softcap tanh(score / softcap); None: they are not bounded
+    scale, window, softcap  of scores (attention/scores.py)
     """
 
     dtype: str

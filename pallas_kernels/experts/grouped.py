@@ -18,7 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device, formats
+from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.experts import places
 from pallas_kernels.matmul.int_mma import activations_float16
@@ -66,11 +66,9 @@ def feed_forward(
         fields = tuple(w.fields for w in matrices)
         if index is not None:
             fields = jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), fields)
-        gpu = device.default()
         return int_prefill_sm90(
             a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
-            format=matrices[0].format, activation=activation, multiprocessors=gpu.multiprocessors,
-            shared=gpu.shared_bytes, tiles_of=tiles,
+            format=matrices[0].format, activation=activation, tiles_of=tiles,
         )  # fmt: skip
 
     hidden = _with_layer(tuple(gate_up), layer, functools.partial(product, flat, token_places))

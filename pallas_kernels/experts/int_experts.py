@@ -31,8 +31,8 @@ from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 def most_rows(weights: tuple[QTensor, ...]) -> int:
     """Of a tile: as many as leave room for weights in shared memory, up to 16."""
     fields, format = tuple(w.fields for w in weights), weights[0].format
-    bits, shared = weights[0].products.activation_bits, device.shared_bytes()
-    fits = lambda rows: int_decode_plan.plan((fields,), rows, (format,), bits, shared, blocks=1)  # noqa: E731
+    bits = weights[0].products.activation_bits
+    fits = lambda rows: int_decode_plan.plan((fields,), rows, (format,), bits, blocks=1)  # noqa: E731
     return next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or fits(rows))
 
 
@@ -46,14 +46,13 @@ def run(
         format=weights[0].format,
         activation=activation,
         activation_bits=weights[0].products.activation_bits,
-        shared=device.shared_bytes(),
     )
     fields = tuple(w.fields for w in weights)
     y = jax.custom_batching.sequential_vmap(kernel)(x.astype(jnp.float32), fields, experts, rows)
     return y[:, : weights[0].shape[0]]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "activation", "activation_bits", "shared"))
+@functools.partial(jax.jit, static_argnames=("format", "activation", "activation_bits"))
 def int_experts(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
@@ -63,7 +62,6 @@ def int_experts(
     format: str,
     activation: Activation = SILU,
     activation_bits: int = 8,
-    shared: int = 96 * 1024,
 ) -> jax.Array:
     """y[t, r] = W[experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
@@ -78,11 +76,11 @@ def int_experts(
     if columns < steps * TILE_COLUMNS:
         x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
     blocks = max(1, device.multiprocessors() // tiles)
-    planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, shared, blocks=blocks)
+    planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, blocks=blocks)
     if planned is None:
         raise NotImplementedError(
             f"{format}: {tile_rows} rows of {columns} activations of {activation_bits} bits do not fit "
-            f"{shared} bytes of shared memory"
+            f"{device.shared_bytes()} bytes of shared memory"
         )
     (part,) = planned.parts
     product = int_decode_plan.IntegerProduct(

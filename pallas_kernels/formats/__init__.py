@@ -6,20 +6,17 @@ A format module defines
     BLOCK        numpy struct dtype of one block, as stored in a file (little-endian, packed)
     RANDOM       {float field: value} for random blocks: with random codes in the other fields, the weights
                  have mean 0 and standard deviation 1, nearly. A tuple of values: each block draws one of
-                 them. A function, for a field that stores its scale in another way: standard deviation
-                 float32 [...], random bits [..., *field shape] -> the field
-    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent if all
-                 bytes are valid codes
+                 them. A function, for a field whose bytes are not all valid, or that stores its scale in
+                 another way: key, shape [..., *field shape], standard deviation float32 [...] -> the field
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder
 
 and, if GPU kernels multiply it,
 
-    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits); absent: the
-                 reference multiplies it
     tile         blocks -> {field: array}, the layout that kernels read; the integers are its field "words"
-    untile       the inverse of `tile`, given the matrix's shape
-    LANES        for "int": a tiles.Lanes, which says how a lane reads its share of the tiles
+    untile       the inverse of `tile`, given the matrix's shape, (N, K)
+    LANES        a tiles.Lanes, which says how a lane reads its share of the tiles; absent: tiles are those of
+                 the kernels for 1 bit
 
 and, if the CPU kernel multiplies it,
 
@@ -35,7 +32,9 @@ file is a new format.
 
 import functools
 import importlib
+import math
 import pkgutil
+from collections.abc import Iterable
 from types import ModuleType
 
 import jax
@@ -58,9 +57,9 @@ def get(name: str) -> ModuleType:
 
 
 def family(name: str) -> str | None:
-    """The family of kernels that reads the format's tiles: "bit", "int", or None if the format has no
-    tiles."""
-    return getattr(get(name), "KERNELS", None)
+    """The family of kernels that reads the format's tiles: "bit" (1 bit), "int" (2 to 8 bits), or None if the
+    format has no tiles."""
+    return "int" if hasattr(get(name), "LANES") else "bit" if hasattr(get(name), "tile") else None
 
 
 def unpack(name: str, raw) -> dict[str, jax.Array]:
@@ -82,11 +81,53 @@ def unpack(name: str, raw) -> dict[str, jax.Array]:
     return fields
 
 
-def views(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
-    """`unpack` for a numpy array, without a copy: the fields are views."""
-    block = get(name).BLOCK
-    blocks = raw.view(block)
-    return {field: blocks[field] for field in _layout(block)}
+def values(name: str, raw: np.ndarray) -> np.ndarray:
+    """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> float32 [..., K / WEIGHTS, WEIGHTS], on the host.
+    By numpy, where the format's own code lets it: nothing is compiled."""
+    module = get(name)
+    blocks = raw.view(module.BLOCK)
+    with jax.ensure_compile_time_eval():  # within jax.eval_shape too
+        return np.asarray(module.dequantize({field: blocks[field] for field in _layout(module.BLOCK)}))
+
+
+def copied(name: str, lead: tuple[int, ...], matrices: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """`unpack` by numpy for matrices that lie below each other, each uint8 [rows, bytes of a row]: copied
+    once, into memory that XLA can use without another copy.
+
+    lead   axes that all rows together have: (rows,), or (matrices, rows of each)
+    Returns {field: [*lead, K / WEIGHTS, *field shape]}.
+    """
+    layout = _layout(get(name).BLOCK)
+    # One item per field of a block: numpy would copy byte by byte otherwise.
+    items = np.dtype(
+        {
+            "names": list(layout),
+            "formats": [f"V{dtype.itemsize}" for dtype, _ in layout.values()],
+            "offsets": [offset for _, offset in layout.values()],
+            "itemsize": get(name).BLOCK.itemsize,
+        }
+    )
+    room: dict[str, np.ndarray] = {}
+    first = 0
+    for raw in matrices:
+        blocks = raw.view(items)
+        for field in layout:
+            if field not in room:
+                room[field] = _aligned((math.prod(lead), blocks.shape[1]), items[field])
+            room[field][first : first + len(blocks)] = blocks[field]
+        first += len(blocks)
+    return {
+        field: room[field].view(dtype.base).reshape(*lead, -1, *dtype.shape)
+        for field, (dtype, _) in layout.items()
+    }
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialized array that XLA can use without a copy: it must begin at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def pack(name: str, fields: dict[str, jax.Array]) -> jax.Array:
@@ -112,7 +153,6 @@ def random_fields(
     """
     module = get(name)
     scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)
-    codes = getattr(module, "random_codes", lambda key, lead: {})(key, lead)
     fields = {}
     for i, (field, (dtype, _)) in enumerate(_layout(module.BLOCK).items(), 1):
         field_key = jax.random.fold_in(key, i)
@@ -123,22 +163,16 @@ def random_fields(
             if isinstance(value, tuple):
                 value = jax.random.choice(field_key, jnp.float32(value), lead)
             if callable(value):
-                fields[field] = value(scale, _random_bits(field_key, lead, dtype))
+                fields[field] = value(field_key, (*lead, *dtype.shape), scale)
             else:
                 fields[field] = (value * scale).astype(dtype.base)
-        elif field in codes:
-            fields[field] = codes[field]
         else:
-            fields[field] = _random_bits(field_key, lead, dtype)
+            unsigned = np.dtype(f"uint{8 * dtype.base.itemsize}")
+            codes = jax.random.bits(field_key, (*lead, *dtype.shape), unsigned)
+            fields[field] = jax.lax.bitcast_convert_type(codes, dtype.base)
     return fields
 
 
-def _random_bits(key: jax.Array, lead: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    unsigned = np.dtype(f"uint{8 * dtype.base.itemsize}")
-    return jax.lax.bitcast_convert_type(jax.random.bits(key, (*lead, *dtype.shape), unsigned), dtype.base)
-
-
 def _layout(block: np.dtype) -> dict[str, tuple[np.dtype, int]]:
-    return {
-        field: (entry[0], entry[1]) for field, entry in (block.fields or {}).items()
-    }  # in the file's order
+    """In the file's order."""
+    return {field: (entry[0], entry[1]) for field, entry in (block.fields or {}).items()}

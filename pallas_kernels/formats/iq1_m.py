@@ -32,9 +32,9 @@ def dequantize(block):
     return (scale[..., None] * v.reshape(*lead, 16, 16)).reshape(*lead, 256)
 
 
-def _random_scales(scale, bits):
+def _random_scales(key, shape, scale):
     d = jax.lax.bitcast_convert_type((scale / 7.200).astype(jnp.float16), jnp.uint16)  # as in IQ1_S
-    return bits & 0xFFF | (d[..., None] >> NIBBLES) << 12
+    return jax.random.bits(key, shape, jnp.uint16) & 0xFFF | (d[..., None] >> NIBBLES) << 12
 
 
 RANDOM = {"scales": _random_scales}

@@ -3,6 +3,8 @@
 d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -23,78 +25,71 @@ def dequantize(block):
     return d * jnp.asarray(VALUES, jnp.float32)[q]
 
 
-KERNELS = "int"
+@dataclasses.dataclass(frozen=True)
+class Selectors(tiles.Words):
+    """Codes of 4 bits as `prmt` wants them: in vector v the low half of a word has four neighbours of group 2
+    v and the high half four of group 2 v + 1, a nibble each, in which bit 0 of the code comes on top of bits
+    3-1."""
+
+    def tiled(self, codes):
+        words = super().tiled(codes >> 1 | (codes & 1) << 3)
+        words = words | words >> 4
+        words = words & 0xFF | words >> 8 & 0xFF00
+        return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
+
+    def untiled(self, words, shape, weights):
+        words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
+        words = words & 0xFF | words << 8 & 0xFF0000
+        words = (words | words << 4) & 0x0F0F0F0F
+        codes = super().untiled(words.reshape(*words.shape[:-4], 8, 32, 4), shape, weights)
+        return codes << 1 & 15 | codes >> 3
+
+    def integers(self, vectors):
+        """`prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set
+        it returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and
+        bits 3-1 of a code choose a pair. `even` has the pairs' even values xor s, which are not negative;
+        `odd` has the odd values:
+
+            bit 0 of the code   from even   from odd    one xor the other
+            0                   even ^ s    s           the even value
+            1                   0           odd         the odd value
+        """
+        from pallas_kernels.gpu import lanes
+        from pallas_kernels.gpu.values import integer
+
+        def table(values):
+            low, high = map(int, values.view("<u4"))
+            return lanes.in_register(low), integer(high)
+
+        sign = VALUES[0::2] >> 7
+        assert (sign == VALUES[1::2] >> 7).all()
+        even, odd = table(VALUES[0::2] ^ sign), table(VALUES[1::2].copy())
+        groups = []
+        for vector in vectors:
+            pair = [], []
+            for word in vector:
+                other = word ^ 0x88888888
+                for group, right in zip(pair, (0, 16), strict=True):
+                    first = lanes.chosen_bytes(*even, word >> right)
+                    group.append(first ^ lanes.chosen_bytes(*odd, other >> right))
+            groups += [tiles.Integers(group) for group in pair]
+        return groups
+
+
+WORDS = Selectors(32, "00000000")
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: `selector_words` of the codes, and Q8_0's scales."""
-    codes = packing.codes(block["qs"], 4)
-    words = selector_words(codes.reshape(*codes.shape[:-2], -1))
-    return {"words": words, "scales": tiles.scale_words(block["d"])}
+    """Blocks -> {"words": `Selectors`, "scales": Q8_0's}."""
+    return {"words": WORDS.tiled(packing.codes(block["qs"], 4)), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = from_selector_words(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 32)
-    return {"d": tiles.from_scale_words(tiled["scales"], shape), "qs": packing.packed(codes, 4)}
+    (d,) = tiles.from_scale_words(tiled["scales"], shape)
+    return {"d": d, "qs": packing.packed(WORDS.untiled(tiled["words"], shape, WEIGHTS), 4)}
 
 
-def selector_words(codes):
-    """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
-    4], as `looked_up` needs them: in vector v the low half of a word has four neighbours of group 2 v and the
-    high half four of group 2 v + 1, a nibble each. In a nibble bit 0 of the code comes on top of bits 3-1."""
-    words = tiles.lane_words(codes >> 1 | (codes & 1) << 3, 32)
-    words = words | words >> 4
-    words = words & 0xFF | words >> 8 & 0xFF00
-    return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
-
-
-def from_selector_words(words, shape):
-    """The inverse of `selector_words` for matrices of this shape: uint8 [*lead, N, K]."""
-    words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
-    words = words & 0xFF | words << 8 & 0xFF0000
-    words = (words | words << 4) & 0x0F0F0F0F
-    codes = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
-    return codes << 1 & 15 | codes >> 3
-
-
-def looked_up(vectors):
-    """`Lanes.integers` for `selector_words`.
-
-    `prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set it
-    returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and bits
-    3-1 of a code choose a pair. `even` has the pairs' even values xor s, which are not negative; `odd` has
-    the odd values:
-
-        bit 0 of the code   from even   from odd    one xor the other
-        0                   even ^ s    s           the even value
-        1                   0           odd         the odd value
-    """
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import integer
-
-    def table(values):
-        low, high = map(int, values.view("<u4"))
-        return lanes.in_register(low), integer(high)
-
-    sign = VALUES[0::2] >> 7
-    assert (sign == VALUES[1::2] >> 7).all()
-    even, odd = table(VALUES[0::2] ^ sign), table(VALUES[1::2].copy())
-    groups = []
-    for vector in vectors:
-        pair = [], []
-        for word in vector:
-            other = word ^ 0x88888888
-            for group, right in zip(pair, (0, 16), strict=True):
-                first = lanes.chosen_bytes(*even, word >> right)
-                group.append(first ^ lanes.chosen_bytes(*odd, other >> right))
-        groups += [tiles.Integers(group) for group in pair]
-    return groups
-
-
-LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, scales=lane_scales)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=lane_scales)
 
 
 def vector_codes(load):

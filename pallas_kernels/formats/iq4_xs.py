@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.iq4_nl import VALUES, from_selector_words, looked_up, selector_words, vector_codes
+from pallas_kernels.formats.iq4_nl import VALUES, WORDS, vector_codes
+from pallas_kernels.formats.q4_k import from_six_bit_words, six_bit_words
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
@@ -39,35 +40,21 @@ def _codes(block):
     return packing.codes(block["qs"].reshape(*block["d"].shape, 8, 16), 4)
 
 
-KERNELS = "int"
-
-
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32]}, 4.25 bits a weight as in the file: IQ4_NL's words, and a word of scales per lane.
-
-        bits     31-24                           23-18  17-12  11-6   5-0
-        a lane   byte t of d of rows g, g + 8    row g + 8     row g           sc of groups 2 t + 1, 2 t
-    """
-    words = selector_words(_codes(block).reshape(*block["d"].shape[:-1], -1))
-    sc = _scale_codes(block)
-    sc = tiles.lane_scales(sc.reshape(*sc.shape[:-2], -1).astype(jnp.uint32), 32)[..., 0, :, :, :]
-    sc = sc.reshape(*sc.shape[:-2], 4) << np.arange(0, 24, 6, dtype=np.uint32)
-    d = tiles.bits(tiles.lane_rows(block["d"]))[..., None] >> np.arange(0, 32, 8, dtype=np.uint32)
-    scales = sc.sum(axis=-1, dtype=jnp.uint32) | d.reshape(*d.shape[:-2], 32) << 24
-    return {"words": words, "scales": scales}
+    """Blocks -> {"words": IQ4_NL's, "scales": uint32 [*lead, N / 16, K / 256, 32]}, 4.25 bits a weight as in
+    the file: `six_bit_words` of sc, lane 4 g + t with byte t of d of rows g, g + 8."""
+    codes = _codes(block).reshape(*block["d"].shape, 256)
+    d = jax.lax.bitcast_convert_type(tiles.lane_rows(block["d"]), jnp.uint8)  # [..., 8, 2, 2]
+    scales = six_bit_words(_scale_codes(block), d.reshape(*d.shape[:-3], 32))
+    return {"words": WORDS.tiled(codes), "scales": scales}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = from_selector_words(tiled["words"], shape)
-    qs = packing.packed(codes.reshape(*codes.shape[:-1], -1, 8, 32), 4)
-    sc = tiled["scales"][..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63
-    sc = tiles.from_lane_scales(sc.reshape(*sc.shape[:-2], 1, 32, 2, 2), shape)
-    sc = sc.reshape(*sc.shape[:-1], -1, 8)
-    low = (sc & 15).astype(jnp.uint8).reshape(*sc.shape[:-1], 4, 2)
+    codes = WORDS.untiled(tiled["words"], shape, 256)
+    qs = packing.packed(codes.reshape(*codes.shape[:-1], 8, 32), 4)
+    sc, d = from_six_bit_words(tiled["scales"], shape)
+    low = (sc & 15).reshape(*sc.shape[:-1], 4, 2)
     high = (sc >> 4).astype(jnp.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
-    d = (tiled["scales"] >> 24).astype(jnp.uint8)
     d = jax.lax.bitcast_convert_type(d.reshape(*d.shape[:-1], 8, 2, 2), jnp.float16)
     return {
         "d": tiles.from_lane_rows(d, shape),
@@ -90,7 +77,7 @@ def _scales(fields, lane):
     return [tiles.Scales(scale)]
 
 
-LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, scales=_scales)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=_scales)
 
 
 def _vector_scales(load):

@@ -34,9 +34,10 @@ def dequantize(block):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _random_e(scale, bits):
+def _random_e(key, shape, scale):
     """One of the two powers of two around scale / 5.852, drawn so that the weights have the right mean square
     (v has root mean square 5.852)."""
+    bits = jax.random.bits(key, shape, jnp.uint8)
     exponent = jnp.log2(scale / 5.852)
     below = jnp.floor(exponent)
     share = (4 ** (exponent - below) - 1) / 3  # of the larger one, whose square is four times as large

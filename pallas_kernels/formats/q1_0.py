@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
 
 WEIGHTS = 128
@@ -31,7 +32,8 @@ def quantize(x):
     return {"d": jnp.abs(x).mean(axis=-1).astype(jnp.float16), "qs": qs}
 
 
-KERNELS = "bit"
+# Of a pair of groups (h) words t, and scales.
+WORDS, SCALES = tiles.Arrangement({"h": 2, "t": 4}, "gthr"), tiles.Arrangement({"h": 2}, "hgr")
 
 
 def tile(block):
@@ -43,36 +45,23 @@ def tile(block):
     Rows are padded to 16 and groups to 2, with weights whose scale is 0.
     """
     *lead, n, groups = block["d"].shape
-    row, group = -n % 16, -groups % 2
-    padding = [(0, 0)] * len(lead) + [(0, row), (0, group)]
-    d = jnp.pad(jax.lax.bitcast_convert_type(block["d"], jnp.uint16), padding)
-    words = jax.lax.bitcast_convert_type(block["qs"].reshape(*lead, n, groups, 4, 4), jnp.uint32)
-    words = jnp.pad(words, [*padding, (0, 0)])
-    tiles, pairs, k = (n + row) // 16, (groups + group) // 2, len(lead)
-    words = words.reshape(
-        *lead, tiles, 2, 8, pairs, 2, 4
-    )  # r, g, pair, h, t: row is 8 r + g, group 2 pair + h
-    words = words.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 5, 4, 1)))
-    d = d.reshape(*lead, tiles, 2, 8, groups + group)
-    d = d.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 1)))
+    words = jax.lax.bitcast_convert_type(block["qs"].reshape(*lead, n, 4 * groups, 4), jnp.uint32)
+    words, scales = WORDS.tiled(words), tiles.bits(SCALES.tiled(block["d"]))
     return {
-        "words": words.reshape(*lead, tiles, pairs, 32, 4),
-        "scales": jax.lax.bitcast_convert_type(d, jnp.uint32),
+        "words": words.reshape(*words.shape[:-4], 32, 4),
+        "scales": scales.reshape(*scales.shape[:-3], -1, 8),
     }
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K): tiles -> blocks."""
-    *lead, tiles, pairs, _, _ = tiled["words"].shape
-    (n, columns), k = shape, len(lead)
-    words = tiled["words"].reshape(*lead, tiles, pairs, 8, 4, 2, 2)  # g, t, h, r
-    words = words.transpose(*range(k), *(k + axis for axis in (0, 5, 2, 1, 4, 3)))
-    words = words.reshape(*lead, tiles * 16, 2 * pairs, 4)[..., :n, : columns // WEIGHTS, :]
-    d = jax.lax.bitcast_convert_type(tiled["scales"], jnp.float16)  # [*lead, tiles, groups, g, r]
-    d = d.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 1)))
-    d = d.reshape(*lead, tiles * 16, 2 * pairs)[..., :n, : columns // WEIGHTS]
+    groups, scales = shape[1] // WEIGHTS, tiles.halves(tiled["scales"])
+    scales = scales.reshape(*scales.shape[:-3], -1, 2, 8, 2)
+    words = WORDS.untiled(tiled["words"], (shape[0], 4 * groups), axes=2)
     qs = jax.lax.bitcast_convert_type(words, jnp.uint8)
-    return {"d": d, "qs": qs.reshape(*qs.shape[:-2], 16)}
+    return {
+        "d": SCALES.untiled(scales, (shape[0], groups), axes=3),
+        "qs": qs.reshape(*qs.shape[:-2], groups, 16),
+    }
 
 
 def rows(tiled, ids, columns):

@@ -5,6 +5,8 @@
 The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as the formula says.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,6 @@ from pallas_kernels.cpu.vectors import Vectors
 
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
-RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -28,29 +29,44 @@ def _codes(block):
     return q.reshape(*block["d"].shape, -1)
 
 
-def random_codes(key, lead):
-    return {"qs": ternary_bytes(key, (*lead, 32))}
-
-
-def ternary_bytes(key, shape):
-    """Random bytes of four 2-bit codes, each 0, 1 or 2."""
+def _random_qs(key, shape, _):
+    """Bytes of four codes, each 0, 1 or 2."""
     v = jax.random.randint(key, (*shape, 1), 0, 81, jnp.uint8)
     q = v // np.array([1, 3, 9, 27], np.uint8) % 3
     return (q << SHIFTS).sum(axis=-1, dtype=jnp.uint8)
 
 
-KERNELS = "int"
+RANDOM = {"d": 1 / 0.816, "qs": _random_qs}  # -1, 0, +1 have standard deviation 0.816
+
+
+@dataclasses.dataclass(frozen=True)
+class Quarters(tiles.Words):
+    def integers(self, vectors):
+        """Where they lie: 1, 4, 16 and 64 times the code in each four groups."""
+        return [tiles.Integers(vector, mask) for vector in vectors for mask in (0x03, 0x0C, 0x30, 0xC0)]
+
+
+WORDS = Quarters(32, "33221100")
+
+
+def tile_codes(codes, d):
+    """`tile` for any ternary format, from codes uint8 [*lead, N, blocks, WEIGHTS] and d float16 [*lead, N,
+    blocks]: {"words": vectors of four groups, "d": uint32 [*lead, N / 16, K / 256, 2048 / WEIGHTS], d of rows
+    g and g + 8} (pallas_kernels/tiles.py); 2 bits and its share of d a weight."""
+    return {"words": WORDS.tiled(codes), "d": tiles.bits(tiles.lane_rows(d, codes.shape[-1]))}
+
+
+def untile_codes(tiled, shape):
+    """The inverse of `tile_codes`: (codes, d)."""
+    d = tiles.from_lane_rows(tiles.halves(tiled["d"]), shape)
+    return WORDS.untiled(tiled["words"], shape, shape[1] // d.shape[-1]), d
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "d": uint32 [*lead, N / 16, K / 256,
-    2048 / WEIGHTS]}: four groups in a 16-byte vector, and d of rows g and g + 8 (pallas_kernels/tiles.py);
-    2 bits and its share of d a weight."""
     return tile_codes(_codes(block), block["d"])
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
     q = q.reshape(*d.shape, -1, 4) << SHIFTS
     return {"d": d, "qs": q.sum(axis=-1, dtype=jnp.uint8)}
@@ -77,21 +93,7 @@ def _scales(fields, lane):
 
 
 # All ternary formats have groups of 32 columns; 2, 4 or 8 neighbouring groups share d.
-LANES = tiles.Lanes(group=32, signed=False, minimums=True, integers=tiles.quarter_integers, scales=_scales)
-
-
-def tile_codes(codes, d):
-    """`tile` for any ternary format, from codes uint8 [*lead, N, blocks, WEIGHTS] and d float16 [*lead, N,
-    blocks]."""
-    columns = codes.shape[-1]
-    words = tiles.quarter_words(codes.reshape(*d.shape[:-1], -1))
-    return {"words": words, "d": tiles.bits(tiles.lane_rows(d, columns))}
-
-
-def untile_codes(tiled, shape):
-    """The inverse of `tile_codes`: (codes [*lead, N, blocks, WEIGHTS], d)."""
-    d = tiles.from_lane_rows(tiles.halves(tiled["d"]), shape)
-    return tiles.from_quarter_words(tiled["words"], shape).reshape(*d.shape, -1), d
+LANES = tiles.Lanes(WORDS, signed=False, minimums=True, scales=_scales)
 
 
 def two_bits(load):

@@ -6,24 +6,8 @@ d f16 | qs 16 bytes: bits 2(j % 4) of byte j / 4 are weight j
 import numpy as np
 
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.formats.q2_0_g128 import (
-    CPU_COLUMNS,
-    KERNELS,
-    LANES,
-    RANDOM,
-    dequantize,
-    ternary_bytes,
-    tile,
-    two_bits,
-    untile,
-)
+from pallas_kernels.formats.q2_0_g128 import CPU_COLUMNS, LANES, RANDOM, dequantize, tile, two_bits, untile
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
-
-
-def random_codes(key, lead):
-    return {"qs": ternary_bytes(key, (*lead, 16))}
-
-
 CPU = Vectors(CPU_COLUMNS, group=64, codes=two_bits, scales=lambda load: load("d").float(), zero=1)

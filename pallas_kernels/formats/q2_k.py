@@ -34,56 +34,25 @@ def _codes(block):
     return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 16, 16)
 
 
-KERNELS = "int"
-BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row and group
+WORDS = tiles.Words(16, "33221100 77665544", units=(1, 4))
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "scales": uint32 [..., 32, 2], "d":
-    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), 2.625 bits a weight as in the file.
-
-    Bits 2 i and 2 i + 1 of a word's bytes belong to group i of four. Vector v has rows g and g + 8 of groups
-    4 v .., then those of groups 8 + 4 v .. Each lane has a word of scales for its two of eight groups: a byte
-    for each group and each of rows g and g + 8, with sc in the low and m in the high nibble.
-    """
-    words = tiles.lane_words(_codes(block).reshape(*block["d"].shape[:-1], -1), 16)  # [..., 16, 32, 2]
-    words = words.reshape(*words.shape[:-3], 2, 2, 4, 32, 2)  # eights, fours
-    words = (words << np.arange(0, 8, 2, dtype=np.uint32)[:, None, None]).sum(axis=-3, dtype=jnp.uint32)
-    words = jnp.moveaxis(words, -4, -2)  # [..., 2 fours, 32, 2 eights, 2 rows]
-    scales = block["scales"].reshape(*block["scales"].shape[:-2], -1).astype(jnp.uint32)
-    scales = (tiles.lane_scales(scales, 16) << BYTE).sum(axis=(-2, -1), dtype=jnp.uint32)  # [..., 2, 32]
+    """Blocks -> {"words", "scales": `tiles.byte_words`, sc in the low and m in the high nibbles, "d": d and
+    dmin} (pallas_kernels/tiles.py), 2.625 bits a weight as in the file."""
     return {
-        "words": words.reshape(*words.shape[:-2], 4),
-        "scales": jnp.moveaxis(scales, -2, -1),
+        "words": WORDS.tiled(_codes(block).reshape(*block["d"].shape, 256)),
+        "scales": tiles.byte_words(block["scales"]),
         "d": jnp.stack([tiles.bits(tiles.lane_rows(block[name])) for name in ("d", "dmin")], axis=-1),
     }
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    words = tiled["words"].reshape(*tiled["words"].shape[:-1], 2, 2)
-    words = jnp.moveaxis(words, -2, -4)[..., None, :, :]
-    words = words >> np.arange(0, 8, 2, dtype=np.uint32)[:, None, None] & 0x03030303
-    q = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
-    scales = jnp.moveaxis(tiled["scales"], -1, -2)[..., None, None] >> BYTE
-    scales = tiles.from_lane_scales(scales.astype(jnp.uint8), shape)
+    q = WORDS.untiled(tiled["words"], shape, 256)
+    qs = packing.packed(q.reshape(*q.shape[:-1], 2, 128), 2)
     d, dmin = (tiles.from_lane_rows(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
-    return {
-        "scales": scales.reshape(*scales.shape[:-1], -1, 16),
-        "qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64),
-        "d": d,
-        "dmin": dmin,
-    }
-
-
-def _integers(vectors):
-    """The code in even groups, 4 times the code in odd groups."""
-    out = []
-    for rows in (slice(0, 2), slice(2, 4)):
-        for words in (vector[rows] for vector in vectors):
-            for part in (words, [word >> 4 for word in words]):
-                out += [tiles.Integers(part, 0x03), tiles.Integers(part, 0x0C)]
-    return out
+    scales = tiles.from_byte_words(tiled["scales"], shape)
+    return {"scales": scales, "qs": qs.reshape(*d.shape, 64), "d": d, "dmin": dmin}
 
 
 def _scales(fields, lane):
@@ -98,16 +67,7 @@ def _scales(fields, lane):
     return tiles.WholeScales([[v * (1 / 4) for v in d], dmin], eights)
 
 
-LANES = tiles.Lanes(
-    group=16,
-    signed=False,
-    minimums=True,
-    units=(1, 4),
-    integers=_integers,
-    scales=_scales,
-    whole_scales=True,
-)
-
+LANES = tiles.Lanes(WORDS, signed=False, minimums=True, scales=_scales, whole_scales=True)
 CPU = Vectors(
     QUARTERS,
     group=16,

@@ -40,23 +40,15 @@ def _scale_codes(block):
     return packing.codes(nibbles, 4) | packing.codes(pairs, 2) << 4
 
 
-KERNELS = "int"
-ONES = np.uint32(0x01010101)
-BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row and group
+# 32 (q - 4) is a signed byte whose five low bits are free: three have eight groups.
+WORDS = tiles.Words(16, "00011166 22233377 44455567", units=(32, 32))
+# Of sc in two eights of groups a byte of "scales" and half of a byte of "low".
+SIX_BITS, LANE_PAIR = "00001111 0011", "11110000"
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 3, 32, 4], "scales": uint32 [..., 32], "low":
-    uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), 3.4375 bits a weight as in the file.
-
-    32 (q - 4) is a signed byte whose five low bits are free. Eight groups of a row fit in three words:
-
-        bits   7-5     4-2     1-0
-        x      group 0 group 1 bits 2-1 of group 6
-        y      group 2 group 3 bits 2-1 of group 7
-        z      group 4 group 5 bit 0 of group 6, bit 0 of group 7
-
-    Each vector has one of these words for rows g and g + 8, then for the same rows of the other eight groups.
+    """Blocks -> {"words", "scales": uint32 [*lead, N / 16, K / 256, 32], "low": uint32 [..., 16], "d": uint32
+    [..., 8]} (pallas_kernels/tiles.py), 3.4375 bits a weight as in the file.
 
     sc - 32, signed, of groups 2 t and 2 t + 1 and rows g and g + 8, has a byte in the lane's "scales", and a
     byte in the word of "low" that two neighbouring lanes share:
@@ -65,67 +57,30 @@ def tile(block):
         low      bits 3-2: bits 1-0 of sc - 32 of the first eight groups, bits 1-0: of the other eight; bits
                  7-4 belong to the lane with the odd number
     """
-    q = (_codes(block) ^ 4).reshape(*block["d"].shape[:-1], -1)
-    words = tiles.lane_words(q, 16)  # [..., 16 groups, 32 lanes, 2 rows]
-    words = words.reshape(*words.shape[:-3], 2, 8, 32, 2)
-    g = [words[..., i, :, :] for i in range(8)]
-    x = g[0] << 5 | g[1] << 2 | g[6] >> 1 & 3 * ONES
-    y = g[2] << 5 | g[3] << 2 | g[7] >> 1 & 3 * ONES
-    z = g[4] << 5 | g[5] << 2 | (g[6] & ONES) << 1 | g[7] & ONES
-    words = jnp.moveaxis(jnp.stack([x, y, z], axis=-3), -4, -2)  # [..., 3, 32, 2 eights of groups, 2 rows]
-    sc = _scale_codes(block) ^ 32
-    sc = tiles.lane_scales(sc.reshape(*sc.shape[:-2], -1).astype(jnp.uint32), 16)  # [..., 2, 32, 2, 2]
-    high, low = (
-        ((part[..., 0, :, :, :] << bits | part[..., 1, :, :, :]) << BYTE).sum(axis=(-2, -1), dtype=jnp.uint32)
-        for part, bits in ((sc >> 2, 4), (sc & 3, 2))
-    )
+    sc = tiles.byte_words(_scale_codes(block) ^ 32).swapaxes(-1, -2)
+    both = packing.pack(sc, SIX_BITS, tiles.ONES)  # [..., 2, 32]
+    low = both[..., 1, :].reshape(*both.shape[:-2], 16, 2).swapaxes(-1, -2)
     return {
-        "words": words.reshape(*words.shape[:-2], 4),
-        "scales": high,
-        "low": low[..., 0::2] | low[..., 1::2] << 4,
+        "words": WORDS.tiled((_codes(block) ^ 4).reshape(*block["d"].shape, 256)),
+        "scales": both[..., 0, :],
+        "low": packing.pack(low, LANE_PAIR, tiles.ONES)[..., 0, :],
         "d": tiles.bits(tiles.lane_rows(block["d"])),
     }
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    words = tiled["words"]
-    words = jnp.moveaxis(words.reshape(*words.shape[:-1], 2, 2), -2, -4)  # [..., 2, 3, 32, 2]
-    x, y, z = (words[..., i, :, :] for i in range(3))
-    six = (x & 3 * ONES) << 1 | z >> 1 & ONES
-    seven = (y & 3 * ONES) << 1 | z & ONES
-    groups = [part >> right & 7 * ONES for part in (x, y, z) for right in (5, 2)]
-    words = jnp.stack([*groups, six, seven], axis=-3)
-    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
-    q = q.reshape(*q.shape[:-1], -1, 256)
+    q = WORDS.untiled(tiled["words"], shape, 256) ^ 4
     qs = packing.packed((q & 3).reshape(*q.shape[:-1], 2, 128), 2)
-
-    low = jnp.stack([tiled["low"], tiled["low"] >> 4], axis=-1).reshape(tiled["scales"].shape)
-    high, low = (part[..., None, None] >> BYTE for part in (tiled["scales"], low))
-    sc = [(high >> 4 * u & 15) << 2 | low >> 2 * u & 3 for u in (1, 0)]
-    sc = tiles.from_lane_scales(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
-    sc = sc.reshape(*sc.shape[:-1], -1, 16)
+    low = packing.unpack(tiled["low"][..., None, :], LANE_PAIR, tiles.ONES).swapaxes(-1, -2)
+    both = jnp.stack([tiled["scales"], low.reshape(tiled["scales"].shape)], axis=-2)
+    sc = packing.unpack(both, SIX_BITS, tiles.ONES).swapaxes(-1, -2)
+    sc = tiles.from_byte_words(sc, shape) ^ 32
     return {
         "hmask": packing.packed(q >> 2, 1),
         "qs": qs.reshape(*qs.shape[:-2], 64),
         "scales": jnp.concatenate([packing.packed(sc & 15, 4), packing.packed(sc >> 4, 2)], axis=-1),
         "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
-
-
-def _integers(vectors):
-    """32 (q - 4), in the three high bits."""
-    from pallas_kernels.gpu import lanes
-
-    out = []
-    for rows in (slice(0, 2), slice(2, 4)):
-        x, y, z = (vector[rows] for vector in vectors)
-        for words in (x, y, z):
-            out += [words, [word << 3 for word in words]]
-        for words, left in ((x, 4), (y, 5)):
-            bits = [(a << 6, b << left) for a, b in zip(words, z, strict=True)]
-            out.append([lanes.merged(*both, 0xC0C0C0C0) for both in bits])
-    return [tiles.Integers(words, 0xE0) for words in out]
 
 
 def _scales(fields, lane):
@@ -139,15 +94,7 @@ def _scales(fields, lane):
     return tiles.WholeScales([d], [[lanes.merged(*words, 0xF0F0F0F0) & 0xFCFCFCFC] for words in both])
 
 
-LANES = tiles.Lanes(
-    group=16,
-    signed=True,
-    minimums=False,
-    units=(32, 32),
-    integers=_integers,
-    scales=_scales,
-    whole_scales=True,
-)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=_scales, whole_scales=True)
 
 
 def _vector_codes(load):

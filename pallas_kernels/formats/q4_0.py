@@ -3,11 +3,14 @@
 d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
@@ -15,52 +18,29 @@ BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 RANDOM = {"d": (-1 / 4.64, 1 / 4.64)}
 
 
+def codes(block):
+    """uint8 [..., 32] (shared with Q4_1)."""
+    return packing.codes(block["qs"], 4)
+
+
 def dequantize(block):
-    q = packing.codes(block["qs"], 4)
-    d = block["d"].astype(jnp.float32)[..., None]
-    return d * (q.astype(jnp.float32) - 8)
-
-
-KERNELS = "int"
+    return block["d"].astype(jnp.float32)[..., None] * (codes(block).astype(jnp.float32) - 8)
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: words as in Q4_K, and the float16 scales of the lane's rows and groups
-    (pallas_kernels/tiles.py)."""
-    return {"words": tile_nibbles(block["qs"]), "scales": tiles.scale_words(block["d"])}
+    """Blocks -> {"words": vectors of two groups, "scales": the lane's float16} (pallas_kernels/tiles.py)."""
+    return {"words": tiles.NIBBLES.tiled(codes(block)), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.from_scale_words(tiled["scales"], shape)
-    return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
+    qs = packing.packed(tiles.NIBBLES.untiled(tiled["words"], shape, WEIGHTS), 4)
+    (d,) = tiles.from_scale_words(tiled["scales"], shape)
+    return {"d": d, "qs": qs}
 
 
-def _scales(fields, lane):
-    """8 is subtracted from every q: the minimum is 8 d."""
-    from pallas_kernels.gpu import lanes
-
-    d = [lanes.halves(word) for word in fields["scales"]]
-    scale = [[first, second * (1 / 16)] for first, second in d]
-    return [tiles.Scales(scale, [[v * 8.0 for v in row] for row in d])]
-
-
-LANES = tiles.Lanes(
-    group=32, signed=False, minimums=True, units=(1, 16), integers=tiles.nibble_integers, scales=_scales
-)
-
-
-def tile_nibbles(qs):
-    """uint8 [*lead, N, K / 32, 16] -> words (shared with Q4_1)."""
-    codes = packing.codes(qs, 4)
-    return tiles.nibble_words(codes.reshape(*codes.shape[:-2], -1))
-
-
-def untile_nibbles(words, shape):
-    """The inverse of `tile_nibbles`."""
-    codes = tiles.from_nibble_words(words, shape)
-    return packing.packed(codes.reshape(*codes.shape[:-1], -1, 32), 4)
+# 8 is subtracted from every q: the minimum is 8 d.
+SCALES = functools.partial(lane_scales, units=(1, 16), zero=8.0)
+LANES = tiles.Lanes(tiles.NIBBLES, signed=False, minimums=True, scales=SCALES)
 
 
 def nibbles(load):

@@ -3,12 +3,15 @@
 d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.q4_0 import nibbles, tile_nibbles, untile_nibbles
+from pallas_kernels.formats.q4_0 import codes, nibbles
+from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
@@ -16,49 +19,25 @@ RANDOM = {"d": 1 / 4.61, "m": -7.5 / 4.61}  # q uniform on 0..15 has mean 7.5, s
 
 
 def dequantize(block):
-    q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     m = block["m"].astype(jnp.float32)[..., None]
-    return d * q.astype(jnp.float32) + m
-
-
-KERNELS = "int"
+    return d * codes(block).astype(jnp.float32) + m
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 4]}: words as in Q4_K, and for the lane's rows and groups two words of d, then two of m
-    (pallas_kernels/tiles.py)."""
-    return {"words": tile_nibbles(block["qs"]), "scales": tile_scales(block)}
+    """Q4_0's words, and for the lane's rows and groups two words of d, then two of m."""
+    scales = tiles.scale_words(block["d"], block["m"])
+    return {"words": tiles.NIBBLES.tiled(codes(block)), "scales": scales}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    return {**untile_scales(tiled["scales"], shape), "qs": untile_nibbles(tiled["words"], shape)}
+    d, m = tiles.from_scale_words(tiled["scales"], shape)
+    qs = packing.packed(tiles.NIBBLES.untiled(tiled["words"], shape, WEIGHTS), 4)
+    return {"d": d, "m": m, "qs": qs}
 
 
-def tile_scales(block):
-    """d, then m, of the lane's rows and groups (shared with Q5_1)."""
-    return jnp.concatenate([tiles.scale_words(block[name]) for name in ("d", "m")], axis=-1)
-
-
-def untile_scales(tiled, shape):
-    """The inverse of `tile_scales`: {"d", "m"}."""
-    d, m = (tiles.from_scale_words(part, shape) for part in jnp.split(tiled, 2, axis=-1))
-    return {"d": d, "m": m}
-
-
-def _scales(fields, lane):
-    from pallas_kernels.gpu import lanes
-
-    d, m = ([lanes.halves(word) for word in fields["scales"][first : first + 2]] for first in (0, 2))
-    scale = [[first, second * (1 / 16)] for first, second in d]
-    return [tiles.Scales(scale, [[-v for v in row] for row in m])]
-
-
-LANES = tiles.Lanes(
-    group=32, signed=False, minimums=True, units=(1, 16), integers=tiles.nibble_integers, scales=_scales
-)
+SCALES = functools.partial(lane_scales, units=(1, 16))
+LANES = tiles.Lanes(tiles.NIBBLES, signed=False, minimums=True, scales=SCALES)
 CPU = Vectors(
     NIBBLES,
     group=32,

@@ -27,6 +27,8 @@ BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u
 # sc and m: mean 31.5, mean square 1333.5, variance 341.25; q: 7.5, 77.5. Mean 0 takes dmin = 7.5 d, and then
 # variance / d^2 = 1333.5 * 77.5 - (31.5 * 7.5)^2 + 7.5^2 * 341.25 = 258.3^2
 RANDOM = {"d": 1 / 258.3, "dmin": 7.5 / 258.3}
+# Of "scales" sc[i], sc[4 + i], m[i], m[4 + i] in bytes i, 4 + i, 8 + i; of tiles what `six_bit_words` makes.
+SIX_BITS, LANE_WORD = "11000000 33222222 33331111", "44444444333333222222111111000000"
 
 
 def scales_mins(block):
@@ -39,10 +41,8 @@ def scales_mins(block):
 
 def _six_bits(scales):
     """sc and m, each uint8 [..., 8]."""
-    a, b, c = jnp.split(scales, 3, axis=-1)
-    sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
-    m = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=-1)
-    return sc, m
+    codes = packing.unpack(scales.reshape(*scales.shape[:-1], 3, 4), SIX_BITS)
+    return codes[..., :2, :].reshape(*scales.shape[:-1], 8), codes[..., 2:, :].reshape(*scales.shape[:-1], 8)
 
 
 def dequantize(block):
@@ -63,58 +63,55 @@ def packed_low(codes):
     return {"qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
-KERNELS = "int"
-
-
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]} (pallas_kernels/tiles.py), 4.5 bits a weight as in the file."""
-    words = tiles.nibble_words(low_codes(block).reshape(*block["d"].shape[:-1], -1))
-    return {"words": words, "scales": tile_scales_mins(block)}
+    """Blocks -> {"words": vectors of two groups, "scales": `tile_scales_mins`}, 4.5 bits a weight as in the
+    file (pallas_kernels/tiles.py)."""
+    codes = low_codes(block).reshape(*block["d"].shape, 256)
+    return {"words": tiles.NIBBLES.tiled(codes), "scales": tile_scales_mins(block)}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = tiles.from_nibble_words(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 256)
+    codes = tiles.NIBBLES.untiled(tiled["words"], shape, 256)
     return {**untile_scales_mins(tiled["scales"], shape), **packed_low(codes)}
 
 
 def tile_scales_mins(block):
-    """d, dmin, sc and m of blocks [*lead, N, K / 256] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2].
-
-        word   bits 31-24                      23-18  17-12  11-6   5-0
-        0      low byte of the lane's float16  row g + 8     row g           sc of groups 2 t + 1, 2 t
-        1      high byte                       the same                      m
-
-    The lane's float16 is d or dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2,
-    3.
+    """d, dmin, sc and m of blocks [*lead, N, K / 256] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2]:
+    `six_bit_words` of sc with the low byte of the lane's float16, and of m with the high byte. This is d or
+    dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2, 3.
     """
-    packed = []
-    for value in _six_bits(block["scales"]):
-        value = value.reshape(*value.shape[:-2], -1).astype(jnp.uint32)
-        value = tiles.lane_scales(value, 32)[..., 0, :, :, :]  # [..., 32, 2, 2]
-        value = value.reshape(*value.shape[:-2], 4) << np.arange(0, 24, 6, dtype=np.uint32)
-        packed.append(value.sum(axis=-1, dtype=jnp.uint32))
     d = jnp.stack([tiles.lane_rows(block["d"]), tiles.lane_rows(block["dmin"])], axis=-1)  # [..., 8, 2, 2]
-    d = jax.lax.bitcast_convert_type(d, jnp.uint16).reshape(*d.shape[:-3], 32).astype(jnp.uint32)
-    return jnp.stack([packed[0] | (d & 255) << 24, packed[1] | d >> 8 << 24], axis=-1)
+    d = jax.lax.bitcast_convert_type(d, jnp.uint8).reshape(*d.shape[:-3], 32, 2)
+    words = [six_bit_words(codes, d[..., i]) for i, codes in enumerate(_six_bits(block["scales"]))]
+    return jnp.stack(words, axis=-1)
 
 
 def untile_scales_mins(tiled, shape):
     """The inverse of `tile_scales_mins`: {"d", "dmin", "scales"}."""
-    values = []
-    for word in (tiled[..., 0], tiled[..., 1]):
-        value = (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32)) & 63
-        value = tiles.from_lane_scales(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
-        values.append(value.reshape(*value.shape[:-1], -1, 2, 4).astype(jnp.uint8))
-    sc, m = values
-    low, high = (jnp.split(value, 2, axis=-2) for value in (sc, m))
-    scales = [low[0] | low[1] >> 4 << 6, high[0] | high[1] >> 4 << 6, (low[1] & 15) | high[1] << 4]
-    d = (tiled[..., 0] >> 24 | tiled[..., 1] >> 24 << 8).astype(jnp.uint16)
-    d = jax.lax.bitcast_convert_type(d, jnp.float16).reshape(*d.shape[:-1], 8, 2, 2)
-    d, dmin = (tiles.from_lane_rows(d[..., i], shape) for i in (0, 1))
-    return {"d": d, "dmin": dmin, "scales": jnp.concatenate(scales, axis=-1)[..., 0, :]}
+    (sc, low), (m, high) = (from_six_bit_words(tiled[..., i], shape) for i in (0, 1))
+    d = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.float16)
+    d, dmin = (tiles.from_lane_rows(d.reshape(*d.shape[:-1], 8, 2, 2)[..., i], shape) for i in (0, 1))
+    codes = jnp.concatenate([sc, m], axis=-1).reshape(*sc.shape[:-1], 4, 4)
+    return {"d": d, "dmin": dmin, "scales": packing.pack(codes, SIX_BITS).reshape(*sc.shape[:-1], 12)}
+
+
+def six_bit_words(codes, byte):
+    """6 bits of each 32 columns, uint8 [*lead, N, K / 256, 8], and a byte of each lane -> uint32 [*lead, N /
+    16, K / 256, 32 lanes] (shared with IQ4_XS):
+
+        bits     31-24   23-18  17-12  11-6   5-0
+        a lane   byte    row g + 8     row g           of groups 2 t + 1, 2 t
+    """
+    codes = tiles.lane_scales(codes.reshape(*codes.shape[:-2], -1), 32)  # [..., 1, 32, 2, 2]
+    codes = jnp.concatenate([codes.reshape(*byte.shape, 4), byte[..., None]], axis=-1)
+    return packing.pack(codes.swapaxes(-1, -2).astype(jnp.uint32), LANE_WORD)[..., 0, :]
+
+
+def from_six_bit_words(words, shape):
+    """The inverse of `six_bit_words`: (codes, byte)."""
+    codes = packing.unpack(words[..., None, :], LANE_WORD).swapaxes(-1, -2).astype(jnp.uint8)
+    six = tiles.from_lane_scales(codes[..., :4].reshape(*words.shape[:-1], 1, 32, 2, 2), shape)
+    return six.reshape(*six.shape[:-1], -1, 8), codes[..., 4]
 
 
 def lane_scales(factors, fields, lane):
@@ -155,11 +152,9 @@ def lane_half_scales(fields):
 
 
 LANES = tiles.Lanes(
-    group=32,
+    tiles.NIBBLES,
     signed=False,
     minimums=True,
-    units=(1, 16),
-    integers=tiles.nibble_integers,
     scales=functools.partial(lane_scales, (1, 1 / 16)),
     half_scales=lane_half_scales,
 )

@@ -4,12 +4,15 @@ d f16 | qh u32: bit j is bit 4 of weight j
       | qs 16 bytes: bits 0-3; the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, from_five_bit_words
+from pallas_kernels.formats.q5_k import WORDS
+from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
@@ -34,33 +37,18 @@ def dequantize(block):
     return d * (codes(block).astype(jnp.float32) - 16)
 
 
-KERNELS = "int"
-
-
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: Q5_K's words of q - 16, which as 8 times it is a signed byte, and Q8_0's scales."""
-    q = codes(block) ^ 16
-    return {"words": five_bit_words(q.reshape(*q.shape[:-2], -1)), "scales": tiles.scale_words(block["d"])}
+    """Q5_K's words of q - 16, which as 8 times it is a signed byte, and Q8_0's scales."""
+    return {"words": WORDS.tiled(codes(block) ^ 16), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.from_scale_words(tiled["scales"], shape)
-    q = from_five_bit_words(tiled["words"], shape) ^ 16
-    return {"d": d, **packed(q.reshape(*q.shape[:-1], -1, 32))}
+    (d,) = tiles.from_scale_words(tiled["scales"], shape)
+    return {"d": d, **packed(WORDS.untiled(tiled["words"], shape, WEIGHTS) ^ 16)}
 
 
-def _scales(fields, lane):
-    from pallas_kernels.gpu import lanes
-
-    d = [lanes.halves(word) for word in fields["scales"]]
-    return [tiles.Scales([[v * (1 / 8) for v in row] for row in d])]
-
-
-LANES = tiles.Lanes(
-    group=32, signed=True, minimums=False, units=(8, 8), integers=five_bit_integers, scales=_scales
-)
+SCALES = functools.partial(lane_scales, units=WORDS.units)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=SCALES)
 
 
 def vector_codes(load):

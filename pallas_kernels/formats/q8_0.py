@@ -3,6 +3,8 @@
 d f16 | qs 32 signed bytes
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,37 +30,30 @@ def quantize(x):
     return {"d": d[..., 0].astype(jnp.float16), "qs": q.astype(jnp.int8)}
 
 
-KERNELS = "int"
-
-
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: a 16-byte vector per group, and the float16 scales of the lane's rows and groups
-    (pallas_kernels/tiles.py).
-    """
+    """Blocks -> {"words": a vector per group, "scales": the lane's float16} (pallas_kernels/tiles.py)."""
     codes = jax.lax.bitcast_convert_type(block["qs"], jnp.uint8)
-    words = tiles.lane_words(codes.reshape(*codes.shape[:-2], -1), 32)
-    return {"words": words, "scales": tiles.scale_words(block["d"])}
+    return {"words": tiles.BYTES.tiled(codes), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
-    qs = jax.lax.bitcast_convert_type(tiles.from_lane_words(tiled["words"], shape), jnp.int8)
-    d = tiles.from_scale_words(tiled["scales"], shape)
-    return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
+    qs = jax.lax.bitcast_convert_type(tiles.BYTES.untiled(tiled["words"], shape, WEIGHTS), jnp.int8)
+    (d,) = tiles.from_scale_words(tiled["scales"], shape)
+    return {"d": d, "qs": qs}
 
 
-def lane_scales(fields, lane):
+def lane_scales(fields, lane, units=(1, 1), zero=0.0):
+    """d of the lane's groups, whose bytes are `units` times q, and the minimum: -m, or zero d if there is no
+    m (shared with IQ4_NL and with Q4 and Q5 of groups of 32)."""
     from pallas_kernels.gpu import lanes
 
-    return [tiles.Scales([lanes.halves(word) for word in fields["scales"]])]
+    d, *m = itertools.batched(map(lanes.halves, fields["scales"]), 2)
+    scale = [[v if unit == 1 else v * (1 / unit) for v, unit in zip(row, units, strict=True)] for row in d]
+    minimum = [[v * zero for v in row] for row in d] if zero else None
+    return [tiles.Scales(scale, [[-v for v in row] for row in m[0]] if m else minimum)]
 
 
-def _integers(vectors):
-    return [tiles.Integers(vector) for vector in vectors]
-
-
-LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=_integers, scales=lane_scales)
+LANES = tiles.Lanes(tiles.BYTES, signed=True, minimums=False, scales=lane_scales)
 
 
 def _bytes(load):

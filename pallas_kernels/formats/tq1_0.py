@@ -10,16 +10,17 @@ A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up. Mul
 next digit.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.formats.q2_0_g128 import KERNELS, LANES, tile_codes, untile_codes
+from pallas_kernels.formats.q2_0_g128 import LANES, tile_codes, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
-RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816
 
 
 def digits(packed, count):
@@ -40,22 +41,15 @@ def _codes(block):
     return jnp.concatenate([digits(first, 5), digits(second, 5), digits(block["qh"], 4)], axis=-1)
 
 
-def random_codes(key, lead):
-    return random_ternary(key, lead, BLOCK)
-
-
-def random_ternary(key, lead, block):
-    """Valid qs and qh of a block of this dtype."""
-    counts = {"qs": 5, "qh": 4}
-    return {
-        name: ternary_bytes(field_key, (*lead, *block[name].shape), count)
-        for field_key, (name, count) in zip(jax.random.split(key), counts.items(), strict=True)
-    }
-
-
-def ternary_bytes(key, shape, count):
-    """Random bytes of `count` base-3 digits, followed by zeros."""
+def _random_bytes(count, key, shape, _):
+    """Bytes of `count` base-3 digits, followed by zeros."""
     return _byte(jax.random.randint(key, shape, 0, 3**count, jnp.uint16) * 3 ** (5 - count))
+
+
+# -1, 0, +1 have standard deviation 0.816
+RANDOM = {"d": 1 / 0.816} | {
+    name: functools.partial(_random_bytes, count) for name, count in (("qs", 5), ("qh", 4))
+}
 
 
 def packed(codes, count):
@@ -79,7 +73,6 @@ def tile(block):
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
     weights = q.shape[-1]
     first, second, last = jnp.split(q, (5 * weights // 8, 15 * weights // 16), axis=-1)

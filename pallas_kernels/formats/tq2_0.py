@@ -10,15 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.formats.q2_0_g128 import (
-    KERNELS,
-    LANES,
-    RANDOM,
-    ternary_bytes,
-    tile_codes,
-    two_bits,
-    untile_codes,
-)
+from pallas_kernels.formats.q2_0_g128 import LANES, RANDOM, tile_codes, two_bits, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])
@@ -34,17 +26,12 @@ def _codes(block):
     return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 256)
 
 
-def random_codes(key, lead):
-    return {"qs": ternary_bytes(key, (*lead, 64))}
-
-
 def tile(block):
     """Blocks -> the tiles of Q2_0 (q2_0_g128.tile), one d for their 256 columns."""
     return tile_codes(_codes(block), block["d"])
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
     return {"qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64), "d": d}
 

@@ -2,7 +2,6 @@
 of the same launch. Called while a kernel is traced, as lanes.py is. An index of a ref is a number, an index
 or an i32."""
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -10,21 +9,19 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
-from pallas_kernels.gpu import lanes
+from pallas_kernels.gpu import lanes, values
 from pallas_kernels.gpu.values import as_real, as_value, as_word, f32, i32, i64, index, integer, long
 
 
 class Reals(NamedTuple):
-    """float32 in a ref of i32, from element `begin` on: for `load` and `store`."""
+    """float32 in a ref of i32, for `load` and `store`."""
 
     ref: Any
-    begin: Any
 
 
 def load(ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return as_real(load(ref.ref, at + ref.begin))
+        return as_real(load(ref.ref, *indices))
     return as_value(memref.load(ref, list(map(index, indices))))
 
 
@@ -35,8 +32,7 @@ def load_each(ref, places: list) -> list:
 
 def store(value, ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return store(as_word(value), ref.ref, at + ref.begin)
+        return store(as_word(value), ref.ref, *indices)
     memref.store(value, ref, list(map(index, indices)))
 
 
@@ -277,10 +273,8 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
             text = f"ld.relaxed.gpu.global{width}.u32 {names}, [${count}+{4 * constant}];"
             constraints = "=r," * count + "l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
-        wrong = [word ^ tag for word in words]
-        while len(wrong) > 1:  # neighbours first: the fewest that wait for each other
-            wrong = [functools.reduce(operator.or_, wrong[i : i + 2]) for i in range(0, len(wrong), 2)]
-        return lanes.any_lane(wrong[0] & 3), words  # all lanes alike, or each shuffle would be guarded
+        wrong = values.in_pairs(operator.or_, [word ^ tag for word in words])
+        return lanes.any_lane(wrong & 3), words  # all lanes alike, or each shuffle would be guarded
 
     def until_written(reads, pointers):
         count = sum(n for _, n in reads)

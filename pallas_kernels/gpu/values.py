@@ -13,7 +13,7 @@ for values, `lanes.when` and `lanes.choose` for code, & | and ~ for conditions.
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jax._src.lib.mlir import ir
@@ -137,6 +137,17 @@ def as_word(x):
     return as_value(arith.bitcast(i32(), x))
 
 
+def ordered(x):
+    """A float32 as a word, larger for larger ones; what is no number has a place too."""
+    word = as_word(x)
+    return word ^ (shifted_signed(word, 31) | 0x80000000)
+
+
+def from_ordered(word):
+    """The float32 of `ordered`."""
+    return as_real(word ^ (~shifted_signed(word, 31) | 0x80000000))
+
+
 def long(x: Any):
     """A number, an index, or an unsigned i32, as i64."""
     if isinstance(x, int):
@@ -218,9 +229,13 @@ def total(xs: Sequence[Any]):
 
 
 def greatest(xs: Sequence[Any]):
-    """Maximum, of neighbours first: the fewest that wait for each other."""
+    return in_pairs(maximum, xs)
+
+
+def in_pairs(op: Callable[[Any, Any], Any], xs: Sequence[Any]):
+    """op of all, of neighbours first: the fewest that wait for each other."""
     while len(xs) > 1:
-        xs = [functools.reduce(maximum, xs[i : i + 2]) for i in range(0, len(xs), 2)]
+        xs = [functools.reduce(op, xs[i : i + 2]) for i in range(0, len(xs), 2)]
     return xs[0]
 
 

@@ -103,15 +103,8 @@ def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         x, gamma, residual, weights, index = arguments
         x_batched, residual_batched = batched[0], bool(jax.tree.leaves(batched[2])[:1] == [True])
         if any(jax.tree.leaves((batched[1], *batched[3:]))):
-            leaves, tree = jax.tree.flatten(arguments)
-            moving = jax.tree.leaves(batched)
-
-            def one(mapped):
-                mapped = iter(mapped)
-                each = [next(mapped) if moves else leaf for leaf, moves in zip(leaves, moving, strict=True)]
-                return f(*jax.tree.unflatten(tree, each))
-
-            return jax.lax.map(one, [a for a, moves in zip(leaves, moving, strict=True) if moves]), True
+            axes = jax.tree.map(lambda moves: 0 if moves else None, tuple(batched))
+            return jax.vmap(jax.custom_batching.sequential_vmap(f), in_axes=axes)(*arguments), True
         if not x_batched:  # residual alone: one product for all of them
             return f(x, gamma, None, weights, index) + residual, True
         if residual is not None and not residual_batched:

@@ -3,6 +3,7 @@ so that it is read once. What activations_int8.py and activations_float16.py sha
 a row, a list of float32 that a lane has at a time."""
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -46,28 +47,44 @@ def sizes(x: jax.Array | Parts, rows: int | None) -> tuple[int, int]:
 def launch_rows(
     body: Callable,
     x: jax.Array | Parts,
-    rows: int,
+    size: tuple[int, int],
+    width: int,
     gamma: jax.Array | None,
     layer: jax.Array | None,
     results: dict[str, jax.ShapeDtypeStruct],
     *,
     name: str,
-    warps: int,
-    slots: int,
-    **operands: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """A block of threads a row. Refs of the body: x, gamma and layer (both perhaps None), the results, and
-    shared, float32 [slots, warps], each _gmem but the last, _smem; and further operands by their names."""
+    operands: dict[str, jax.Array | None] | None = None,
+    **settings: Any,
+) -> Any:
+    """A block of threads for each of the rows of `size`, (M, K), with `width` places. What the body gets by
+    name: refs of x, gamma and layer (both perhaps None), of the results, of the sum if x is Parts, and of
+    shared, float32 [2, warps], each _gmem but the last, _smem; refs of further operands; columns, width,
+    warps, and the settings."""
+    rows, columns = size
+    warps = warps_of_block(rows, width)
+    if isinstance(x, Parts):
+        results = {**results, "sum_gmem": jax.ShapeDtypeStruct(size, jnp.float32)}
     index = None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
     return launch(
-        body,
-        {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index, **operands},
+        functools.partial(body, columns=columns, width=width, warps=warps, **settings),
+        {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index, **(operands or {})},
         results,
         name=name,
         blocks=rows,
         threads=32 * warps,
-        scratch={"shared_smem": plgpu.SMEM((slots, warps), jnp.float32)},
+        scratch={"shared_smem": plgpu.SMEM((2, warps), jnp.float32)},
     )
+
+
+def pieces_of_lane(thread, count: int, warps: int) -> list[tuple[Any, int]]:
+    """Of so many pieces of a row the numbers of a lane's, each with the number of the block's first lane."""
+    return [(thread + first, first) for first in range(0, count, 32 * warps)]
+
+
+def within(pieces: list[tuple[Any, int]], warps: int, count: int) -> list:
+    """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
+    return [None if first + 32 * warps <= count else piece < count for piece, first in pieces]
 
 
 def loaded_row(load: Callable[..., list[list]], store_sum: Callable, in_row: list, x_gmem, row) -> list[list]:
@@ -94,27 +111,28 @@ def loaded_row(load: Callable[..., list[list]], store_sum: Callable, in_row: lis
     ]
 
 
-def gamma_and_squares(load: Callable, x: list[list], gamma_gmem, layer_gmem) -> tuple[list[list], Any]:
-    """This lane's pieces of the layer's gamma, and the warp's sum of squares of x."""
+def times_gamma(load: Callable, x: list[list], gamma_gmem, layer_gmem) -> tuple[list[list], Any]:
+    """This lane's pieces of x times the layer's gamma, and the warp's sum of squares of x; without gamma
+    (x, None)."""
+    if gamma_gmem is None:
+        return x, None
     gamma = load(gamma_gmem, 0 if layer_gmem is None else memory.load(layer_gmem, 0))
-    return gamma, lanes.warp_sum_real(sum_of_squares(flat(x)))
+    squares = lanes.warp_sum_real(sum_of_squares(flat(x)))
+    return [[v * w for v, w in zip(*piece, strict=True)] for piece in zip(x, gamma, strict=True)], squares
 
 
 def flat(pieces: list[list]) -> list:
     return [v for values in pieces for v in values]
 
 
-class OverWarps:
-    """A float32 that each warp of a block has, on its way through a slot of shared memory."""
-
-    def __init__(self, value, warp, shared_smem, slot: int):
-        self.ref, self.slot = shared_smem, slot
+def over_warps(shared_smem, warp, *values: tuple[Any, Callable]) -> list:
+    """Of each (value that each warp of a block has, how two are combined) that of all warps, in order: one
+    barrier of the block."""
+    for slot, (value, _) in enumerate(values):
         memory.store(value, shared_smem, slot, warp)
-
-    def combined(self, combine: Callable):
-        """Of all warps, in order; a barrier of the block."""
-        lanes.block_barrier()
-        first, *others = (memory.load(self.ref, self.slot, w) for w in range(self.ref.type.shape[1]))
-        for value in others:
-            first = combine(first, value)
-        return first
+    lanes.block_barrier()
+    warps = range(shared_smem.type.shape[1])
+    return [
+        functools.reduce(combine, [memory.load(shared_smem, slot, w) for w in warps])
+        for slot, (_, combine) in enumerate(values)
+    ]

@@ -27,7 +27,8 @@ def draw(
     positions  of the tokens drawn, in their rows
     impl       a candidate (selection.py): "two_launches", "reference"
     Returns int32 tokens, then `seen` and `counts` with them (in place, where they are donated). Of equal
-    scores the lowest id wins. Under vmap kernels are launched once for each entry.
+    scores the lowest id wins. Under vmap kernels are launched once for each entry. A row without a largest
+    finite number, because it has NaN or +inf or because nothing is allowed, draws NO_TOKEN, -1.
 
     A token stays if fewer than k are likelier, and if those that are have less than p of the sum: so ties
     stay or go together, and nothing needs to be sorted.

@@ -1,11 +1,11 @@
 """What the threads of a row's block find together: sums, the best, thresholds, lists."""
 
-import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import as_real, as_word, index, integer, maximum, minimum, select, total
+from pallas_kernels.gpu.values import as_real, as_word, in_pairs, index, integer, minimum, select, total
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -45,13 +45,15 @@ class Block:
     def sum(self, count, place=None):
         """Of s32."""
         place = self.place() if place is None else place
-        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
+        return in_pairs(operator.add, self.gathered([lanes.warp_sum(count)], place)[0])
 
     def sums(self, numbers: list, place=None) -> list:
         """Of float32, always in the same order."""
         place = self.place(len(numbers)) if place is None else place
         words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
-        return [_tree(list(map(as_real, per_warp))) for per_warp in self.gathered(words, place)]
+        return [
+            in_pairs(operator.add, list(map(as_real, per_warp))) for per_warp in self.gathered(words, place)
+        ]
 
     def best(self, score, token):
         """(score, token) of the largest score; of several the lowest token."""
@@ -77,19 +79,24 @@ class Block:
         return lanes.loop(0, lanes.opaque(integer(32)), 1, [integer(0), integer(1)], one)[0]
 
 
-def listed(conditions: list, items: list, counts_smem, list_smem):
-    """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
-    THREADS, ... Returns how many they are; a barrier must follow."""
-    ballots = [lanes.ballot(condition) for condition in conditions]
-    warp = lanes.thread() // 32
+def listed(rounds: list[list], counts_smem, store, begin: Any = 0, limit: Any = 2**31):
+    """Number what meets its condition, round by round, in a round warp by warp, in a warp condition by
+    condition, and lane by lane, from `begin` on: store(round, condition's number, place) where it does and
+    the place is below the limit. Returns how many they are; a barrier must follow."""
+    ballots = [[lanes.ballot(condition) for condition in conditions] for conditions in rounds]
+    warp = integer(lanes.thread() // 32)
     with lanes.when(lanes.thread() % 32 == 0):
-        for i, ballot in enumerate(ballots):
-            memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
+        for r, some in enumerate(ballots):
+            memory.store(total([lanes.ones(ballot) for ballot in some]), counts_smem, warp + WARPS * r)
     lanes.block_barrier()
-    firsts, count = before_this_warp(counts_smem, len(conditions))
-    for condition, item, ballot, first in zip(conditions, items, ballots, firsts, strict=True):
-        with lanes.when(condition):
-            memory.store(integer(item), list_smem, first + lanes.ones(ballot & lower_lanes()))
+    firsts, count = before_this_warp(counts_smem, len(rounds))
+    for r, (conditions, some) in enumerate(zip(rounds, ballots, strict=True)):
+        at = firsts[r] + begin
+        for i, (condition, ballot) in enumerate(zip(conditions, some, strict=True)):
+            place = at + lanes.ones(ballot & lower_lanes())
+            with lanes.when(condition & (place < limit)):
+                store(r, i, place)
+            at = at + lanes.ones(ballot)
     return count
 
 
@@ -106,17 +113,6 @@ def before_this_warp(counts_smem, rounds: int):
         for r in range(rounds)
     ]
     return before, lanes.warp_sum(total(counts))
-
-
-def _tree(numbers: list):
-    """Their sum, neighbours first: a power of two of them."""
-    while len(numbers) > 1:
-        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-    return numbers[0]
-
-
-def greatest(words: list):
-    return functools.reduce(maximum, words)
 
 
 def best_of_lane(pairs: list):

@@ -27,26 +27,28 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, integer, maximum, minimum, real, select, total, true
-from pallas_kernels.sampling.block import (
-    THREADS,
-    WARPS,
-    Block,
-    before_this_warp,
-    best_of_lane,
-    best_of_warp,
+from pallas_kernels.gpu.values import (
+    from_ordered,
     greatest,
-    listed,
-    lower_lanes,
+    index,
+    integer,
+    maximum,
+    minimum,
+    real,
+    select,
+    total,
+    true,
 )
-from pallas_kernels.sampling.row import EACH, GROUP, Row, number, sortable
-from pallas_kernels.sampling.rules import Rules
+from pallas_kernels.sampling.block import THREADS, WARPS, Block, best_of_lane, best_of_warp, listed
+from pallas_kernels.sampling.row import EACH, GROUP, Row, sortable
+from pallas_kernels.sampling.rules import NO_TOKEN, Rules
 
 SCAN_WARPS = 8  # of a block of the first launch
 MOST_NEEDED = 320  # of top-k: so many groups, with two tokens of some, are likely to fit
 NEEDED = 128  # groups that are looked for where there is no top-k, or a larger one
 CANDIDATES = THREADS  # one for each thread of a row's block
 AT_A_TIME = 4  # groups that a warp reads at a time
+NEGATIVE_INFINITY, INFINITY = 0x007FFFFF, 0xFF800000  # as `sortable` writes them
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
@@ -143,10 +145,11 @@ def _draw(
     per_thread = -(-groups // THREADS)
     own = [lanes.thread() + i * THREADS for i in range(per_thread)]
 
-    def store(token):
-        token = minimum(token, row.vocabulary - 1)  # whatever NaN has made of it
+    def store(score, token):
+        drawable = (score > NEGATIVE_INFINITY) & (score < INFINITY)
         with lanes.when(lanes.thread() == 0):
-            memory.store(token, tokens, row.row)
+            memory.store(select(drawable, token, NO_TOKEN), tokens, row.row)
+        with lanes.when((lanes.thread() == 0) & drawable):
             memory.store(true(), rules.seen, row.row, token)
             memory.store(memory.load(rules.counts, row.row, token) + 1, rules.counts, row.row, token)
 
@@ -157,16 +160,18 @@ def _draw(
     largest = group_words(maxima, -float("inf"))
     with lanes.when(row.truncates_nothing):
         best = best_of_lane(list(zip(group_words(scores, 0), group_words(winners, 0), strict=True)))
-        store(block.best(*best)[1])
+        store(*block.best(*best))
     with lanes.when(~row.truncates_nothing):
         keys = [select(g < groups, sortable(x), 0) for g, x in zip(own, largest, strict=True)]
         (per_warp,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
-        peak = number(greatest(per_warp))
+        peak_key = greatest(per_warp)  # the largest word of all where it is NaN
+        peak = from_ordered(peak_key)
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
         reaching = [(key >= t) & (g < groups) for g, key in zip(own, keys, strict=True)]
-        count = listed(reaching, own, counts_smem, groups_smem)
+        store_group = lambda r, _, place: memory.store(integer(own[r]), groups_smem, place)  # noqa: E731
+        count = listed([[reaches] for reaches in reaching], counts_smem, store_group)
         # Also a barrier, behind which the list is read.
         lanes.block_barrier()
         few = count <= CANDIDATES
@@ -214,13 +219,14 @@ def _draw(
         )
         by_top_k = row.k <= n
         by_top_p = no_top_k & (row.top_p < 1) & (candidates_sum >= target)
-        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(number(t), peak) < row.min_p)
+        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(from_ordered(t), peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
             score = select(keep, row.score(value, token, row.at_its_position()), 0)
-            store(block.best(score, token)[1])
+            store(*block.best(select(peak_key < INFINITY, score, 0), token))
         with lanes.when(~enough):
-            store(_among_all(row, block, maxima, peak))
+            score, token = _among_all(row, block, maxima, peak)
+            store(select(peak_key < INFINITY, score, 0), token)
 
 
 def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_smem):
@@ -231,33 +237,22 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
     def some(first, carry):
         (base,) = carry
         entries = [integer(first) + (warp + WARPS * r) for r in range(AT_A_TIME)]
-        listed = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
-        read = [row.read(group) for group in listed]
-        values = [row.changed(group, x) for group, x in zip(listed, read, strict=True)]
+        groups = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
+        read = [row.read(group) for group in groups]
+        values = [row.changed(group, x) for group, x in zip(groups, read, strict=True)]
         reaching = [
             [
                 (entry < count) & (sortable(x) >= t) & (i < row.vocabulary)
                 for x, i in zip(group_values, row.ids(group), strict=True)
             ]
-            for entry, group_values, group in zip(entries, values, listed, strict=True)
+            for entry, group_values, group in zip(entries, values, groups, strict=True)
         ]
-        ballots = [[lanes.ballot(condition) for condition in conditions] for conditions in reaching]
-        with lanes.when(lanes.thread() % 32 == 0):
-            for r, group_ballots in enumerate(ballots):
-                reached = total([lanes.ones(ballot) for ballot in group_ballots])
-                memory.store(reached, counts_smem, warp + WARPS * r)
-        lanes.block_barrier()
-        before, added = before_this_warp(counts_smem, AT_A_TIME)
-        for r in range(AT_A_TIME):
-            at = base + before[r]
-            for x, i, condition, ballot in zip(
-                values[r], row.ids(listed[r]), reaching[r], ballots[r], strict=True
-            ):
-                place = at + lanes.ones(ballot & lower_lanes())
-                with lanes.when(condition & (place < CANDIDATES)):
-                    memory.store(x, values_smem, place)
-                    memory.store(i, ids_smem, place)
-                at = at + lanes.ones(ballot)
+
+        def store(r, i, place):
+            memory.store(values[r][i], values_smem, place)
+            memory.store(row.ids(groups[r])[i], ids_smem, place)
+
+        added = listed(reaching, counts_smem, store, base, CANDIDATES)
         lanes.block_barrier()
         return [base + added]
 
@@ -265,7 +260,7 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
 
 
 def _among_all(row: Row, block: Block, maxima, peak):
-    """The token drawn among all that truncation leaves of a row, as the definition finds it."""
+    """The score and the token drawn among all that truncation leaves of a row, as the definition finds it."""
     groups, zero = maxima.type.shape[1], integer(0)
 
     def over_tokens(t, carry: list, body, at_a_time: int = AT_A_TIME) -> list:
@@ -331,4 +326,4 @@ def _among_all(row: Row, block: Block, maxima, peak):
             pairs.append((select(keep, row.score(x, i, key), 0), i))
         return list(best_of_lane(pairs))
 
-    return block.best(*over_tokens(t, [zero, zero], race, 1))[1]
+    return block.best(*over_tokens(t, [zero, zero], race, 1))

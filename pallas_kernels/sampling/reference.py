@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.sampling.rules import Rules
+from pallas_kernels.sampling.rules import NO_TOKEN, Rules
 
 CANDIDATES = 128  # a draw looks at so many of the likeliest tokens, and rarely at more
 SORTED = 1024  # a vocabulary of so many is sorted whole: a way for the rest would be half of what is compiled
@@ -16,16 +16,21 @@ def draw(
     logits: Float[Array, "B V"], rules: Rules, keys: UInt32[Array, "B 2"], positions: Int[Array, "B"]
 ) -> tuple[Int[Array, "B"], Bool[Array, "B V"], Int[Array, "B V"]]:
     """As pallas_kernels.sampling.draw says. A batch of greedy rows skips all but the argmax."""
+    logits = penalize(rules, logits.astype(jnp.float32))
+    # NaN counts as +inf, because XLA's maximum on a CPU may pass over it.
+    peak = jnp.where(logits < jnp.inf, logits, jnp.inf).max(-1)
     tokens = jax.lax.cond(
         jnp.any(rules.temperature > 0),
         _draw,
-        lambda logits, *_: argmax(logits),
-        penalize(rules, logits.astype(jnp.float32)),
+        lambda logits, *_: first(logits == peak[:, None]),
+        logits,
         rules,
         jax.vmap(at_position)(keys, positions),
     )
-    row = jnp.arange(len(tokens))
-    return tokens, rules.seen.at[row, tokens].set(True), rules.counts.at[row, tokens].add(1)
+    drawable = jnp.isfinite(peak)
+    row, at = jnp.arange(len(tokens)), jnp.where(drawable, tokens, rules.seen.shape[1])
+    tables = rules.seen.at[row, at].set(True, mode="drop"), rules.counts.at[row, at].add(1, mode="drop")
+    return jnp.where(drawable, tokens, NO_TOKEN), *tables
 
 
 def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B width"]:
@@ -58,7 +63,8 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
 
     def race(logits, keep, ids):
         noise = jax.vmap(gumbel)(keys, ids)
-        return argmax(jnp.where(keep, logits / temperature + noise, -jnp.inf))
+        scores = jnp.where(keep, logits / temperature + noise, -jnp.inf)
+        return first(scores == scores.max(-1, keepdims=True))
 
     def among_candidates():
         return jnp.take_along_axis(ids, race(top, keep, ids)[:, None], 1)[:, 0]
@@ -74,10 +80,11 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
     return jnp.where(greedy, ids[:, 0], drawn)
 
 
-def argmax(x: Float[Array, "B n"]) -> Int[Array, "B"]:
-    """The first of the largest, in two passes that a CPU makes many numbers at a time; not so jnp.argmax."""
-    ids, last = jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1] - 1
-    return jnp.where(x == x.max(-1, keepdims=True), ids, last).min(-1)
+def first(holds: Bool[Array, "B n"]) -> Int[Array, "B"]:
+    """The first place in each row that holds, else the last. After a maximum this is an argmax in two passes
+    that a CPU makes many numbers at a time; not so jnp.argmax."""
+    ids, last = jnp.arange(holds.shape[1], dtype=jnp.int32), holds.shape[1] - 1
+    return jnp.where(holds, ids, last).min(-1)
 
 
 def at_position(key: UInt32[Array, "2"], position: Int[Array, ""]) -> UInt32[Array, "2"]:

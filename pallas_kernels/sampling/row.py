@@ -15,6 +15,7 @@ from pallas_kernels.gpu.values import (
     integer,
     log,
     minimum,
+    ordered,
     real,
     select,
 )
@@ -123,13 +124,7 @@ class Row:
 
 def sortable(x):
     """A float32 as a word in the same order, 0 below all (pallas_kernels.sampling.reference.sortable)."""
-    bits = as_word(select(x == 0, 0.0, x))  # -0 becomes +0
-    return select(bits >> 31 != 0, ~bits, bits | 1 << 31)
-
-
-def number(word):
-    """The float32 of which `sortable` made a word."""
-    return as_real(select(word >> 31 != 0, word ^ 1 << 31, ~word))
+    return ordered(select(x == 0, 0.0, x))  # -0 becomes +0
 
 
 def _gumbel(key: list, token):

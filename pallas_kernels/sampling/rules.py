@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+NO_TOKEN = -1  # drawn where no token can be
+
 
 class Rules(NamedTuple):
     """How the next token of each of B rows is drawn.

@@ -301,7 +301,7 @@ class _Step:
     def _sums(self, phase: Phase):
         """Shared memory for a phase's sums and squares."""
         if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
-            return memory.Reals(self.weights.smem, 0)
+            return memory.Reals(self.weights.smem)
         return self.scratch
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):

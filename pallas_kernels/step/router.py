@@ -7,15 +7,15 @@ from typing import NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
-    as_real,
     as_word,
     exp,
+    from_ordered,
     integer,
     maximum,
     minimum,
+    ordered,
     real,
     select,
-    shifted_signed,
     total,
 )
 
@@ -45,7 +45,7 @@ def choose(logits: list, lane, experts: Experts, chosen_smem):
 
     logits  of this lane, from number lane * len(logits) on
     """
-    keys, logit, largest = [_ordered(v) for v in logits], real(0), real(0)
+    keys, logit, largest = [ordered(v) for v in logits], real(0), real(0)
     for j in range(experts.used):
         top = lanes.warp_max(functools.reduce(maximum, keys))
         is_top = [key == top for key in keys]
@@ -58,7 +58,7 @@ def choose(logits: list, lane, experts: Experts, chosen_smem):
             number = minimum(lane * len(keys) + place, experts.count - 1)
             memory.store(number, chosen_smem, j)
         keys = [select(first_lane & (place == i), 0, key) for i, key in enumerate(keys)]
-        value = _from_ordered(top)
+        value = from_ordered(top)
         largest = value if j == 0 else largest
         logit = select(lane == j, value, logit)
     used = lane < experts.used
@@ -67,14 +67,3 @@ def choose(logits: list, lane, experts: Experts, chosen_smem):
     weight = weight / lanes.warp_sum_real(divided_by)
     with lanes.when(used):
         memory.store(as_word(weight), chosen_smem, lane + experts.used)
-
-
-def _ordered(x):
-    """A float32 as a word, larger for larger ones; what is no number has a place too."""
-    word = as_word(x)
-    return word ^ (shifted_signed(word, 31) | 0x80000000)
-
-
-def _from_ordered(word):
-    """The float32 of `_ordered`."""
-    return as_real(word ^ (~shifted_signed(word, 31) | 0x80000000))

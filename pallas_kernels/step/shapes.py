@@ -181,16 +181,10 @@ class Shapes:
 
     def width(self, vector: Vector) -> int:
         """Columns of a row of a vector in the workspace."""
-        p = self.products()
-        x = p[Phase.DOWN].n_tiles * 16
-        return {
-            Vector.X: x,
-            Vector.QKV: p[Phase.QKV].n_tiles * 16,
-            Vector.ATTENDED: self.heads * self.head_dim,
-            Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
-            Vector.O_SUMS: x,
-            Vector.DOWN_SUMS: x,
-        }[vector]
+        if vector == Vector.ATTENDED:
+            return self.heads * self.head_dim
+        maker = {Vector.QKV: Phase.QKV, Vector.HIDDEN: Phase.GATE_UP}.get(vector, Phase.DOWN)
+        return self.products()[maker].n_tiles * 16
 
     def copies(self, vector: Vector) -> int:
         """Copies of a vector in the workspace."""

@@ -20,15 +20,6 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 WRITES_OF_X = {Phase.QKV: 0, Phase.O: 1, Phase.GATE_UP: 1, Phase.DOWN: 2}
 
 
-def _read_and_written(shapes: Shapes) -> tuple[dict[Phase, Vector], dict[Phase, Vector]]:
-    """By phase. One row's o and down write the residual stream. Of more rows it is with whoever quantizes it,
-    who adds to it what o and down have made."""
-    o, down = (Vector.O_SUMS, Vector.DOWN_SUMS) if shapes.passes_on else (Vector.X, Vector.X)
-    reads = (down, Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN)
-    writes = (Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down)
-    return dict(zip(Phase, reads, strict=True)), dict(zip(Phase, writes, strict=True))
-
-
 def workspace_words(shapes: Shapes) -> int:
     """Of a step's vectors, and of what is passed on of them; a multiple of 4."""
     words = sum(_words(shapes).values()) + sum(_passed_on(shapes).values())
@@ -63,7 +54,12 @@ class Workspace:
     def __init__(self, shapes: Shapes, ref):
         self.ref, self.shapes = ref, shapes
         self.width = {vector: shapes.width(vector) for vector in Vector}
-        self.reads, self.writes = _read_and_written(shapes)
+        # One row's o and down write the residual stream. Of more rows it is with whoever quantizes it, who
+        # adds to it what o and down have made.
+        o, down = (Vector.O_SUMS, Vector.DOWN_SUMS) if shapes.passes_on else (Vector.X, Vector.X)
+        made = Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down
+        self.writes = dict(zip(Phase, made, strict=True))
+        self.reads = dict(zip(Phase, (down, *made), strict=False))
         sizes = [*_words(shapes).values(), *_passed_on(shapes).values()]
         begins = list(itertools.accumulate(sizes, initial=0))
         self.begin = dict(zip(Vector, begins, strict=False))

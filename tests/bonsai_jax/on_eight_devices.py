@@ -21,7 +21,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.nnx import LanguageModel
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights import read as reading
-from bonsai_jax.weights.placement import Matrix, Placement, _mailbox
+from bonsai_jax.weights.placement import Placement, Whole, _mailbox
 from bonsai_jax.weights.specs import Spec
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
@@ -160,6 +160,7 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
 @pytest.mark.parametrize(
     "source, weights",
     [
+        ("tiny-arcee:q8_0", "packed"),  # a feed-forward without a gate
         ("tiny-qwen2:q8_0", "packed"),  # biases; tied embeddings, whose text varies too little to compare it
         pytest.param("tiny-qwen3:q8_0", "packed", marks=pytest.mark.slow),  # QK-norm: folded below
         pytest.param("tiny-llama:q8_0", "decoded", marks=pytest.mark.slow),  # float32: lists below
@@ -183,8 +184,8 @@ def test_a_delta_net_is_split_by_head(source, weights):
     assert_follows(sharded, load(source, weights))
     cache = bj.new_cache(sharded, 4, 64)
     for device in sharded.mesh.devices.flat:
-        assert 4 * bytes_of(cache.delta_net, device) == sum(
-            x.nbytes for x in jax.tree.leaves(cache.delta_net)
+        assert 4 * bytes_of(cache.states["delta_net"], device) == sum(
+            x.nbytes for x in jax.tree.leaves(cache.states["delta_net"])
         )
     with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
@@ -195,14 +196,14 @@ def test_experts_are_split_by_expert(data, model):
     """Prefill in tiles, steps, and what each device holds."""
     sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
     assert_follows(sharded, load("tiny-qwen3moe:q8_0", "packed"))
-    (experts,) = sharded.params.layers.experts
+    (experts,) = sharded.params.layers["experts"]
     stacks = [experts.gate, experts.up, experts.down]
     for device in sharded.mesh.devices.flat:
         assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))
     layers = tuple(Layer(layer.mixer, Experts(6, 3, 256)) for layer in sharded.config.layers)
     six = dataclasses.replace(sharded.config, layers=layers)
     with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
-        Placement(bj.make_mesh(1, 4), six).check([])
+        Placement(bj.make_mesh(1, 4)).shares(six, {})
 
 
 @functools.cache
@@ -226,7 +227,9 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
 def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
     whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
-    (channels,) = sharded.params.layers.mlp or sharded.params.layers.experts
+    (channels,) = next(
+        sharded.params.layers[kind] for kind in ("mlp", "experts") if kind in sharded.params.layers
+    )
     *_, down = channels.down.parts
     for device in sharded.mesh.devices.flat:
         assert parts * shard(down.fields["w"], device).nbytes == down.fields["w"].nbytes
@@ -243,7 +246,7 @@ def test_v_heads_folded_in_tiled_order_are_not_split():
 def test_each_device_holds_its_share(source, parts):
     mesh = bj.make_mesh(2, parts)
     whole, sharded = load(source, "packed"), load(source, "packed", mesh)
-    (attention,), (mlp,) = whole.params.layers.attention, whole.params.layers.mlp
+    (attention,), (mlp,) = whole.params.layers["attention"], whole.params.layers["mlp"]
     split = [whole.params.embed, whole.params.head, attention.o, mlp.gate, mlp.up, mlp.down]
     split_bytes = sum(w.nbytes for w in split if w is not None)
     joined_bytes = sum(w.nbytes for w in (*attention.qkv, attention.qkv_bias) if w is not None)
@@ -252,10 +255,10 @@ def test_each_device_holds_its_share(source, parts):
     share = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
     state = bj.new_state(sharded, 4, 64, SAMPLING[:4], 8)
     one = bj.new_state(whole, 4, 64, SAMPLING[:4], 8)
-    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache.attention))
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache.states["attention"]))
     for device in mesh.devices.flat:
         assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * share + rest
-        assert bytes_of(state.cache.attention, device) == cache_bytes // 2 // min(parts, kv_heads)
+        assert bytes_of(state.cache.states["attention"], device) == cache_bytes // 2 // min(parts, kv_heads)
 
 
 def shard(array, device):
@@ -268,7 +271,7 @@ def test_tiles_are_split_at_their_borders(format):
     blocks and of drawn ones alike."""
     mesh, checkpoint = bj.make_mesh(1, 2), open_checkpoint(f"synth:tiny-qwen3:{format}")
     description = architectures.describe(checkpoint)
-    placement, decode = Placement(mesh, description.config), jax.jit(dequantize)
+    placement, decode = Placement(mesh), jax.jit(dequantize)
     from_file = jax.jit(lambda blocks: dequantize(from_blocks(blocks, format)))
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
 
@@ -280,14 +283,14 @@ def test_tiles_are_split_at_their_borders(format):
         tiles = []
         with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
             for tensors in [file] if rows else [file, drawn]:
-                members = tuple(
-                    load_plans._member(spec, settings(description.config, spec), t, run, placement, None)
-                    for spec, t in zip(specs, tensors, strict=True)
+                first = {spec: None if spec.kind is None else 0 for spec in specs}
+                alone = dataclasses.replace(
+                    description,
+                    config=dataclasses.replace(description.config, layers=description.config.layers[:1]),
+                    tensors={spec: {first[spec]: t} for spec, t in zip(specs, tensors, strict=True)},
                 )
-                matrix = load_plans._matrix(members, run, mixed=False)
-                pairs = zip(members, tensors, strict=True)
-                sources = tuple(reading._source(member, t, placement) for member, t in pairs)
-                tiles.append(reading._make(sources, matrix, members, placement))
+                (stack,) = load_plans.planned(alone, run, placement).stacks
+                tiles.append(reading._matrices(*stack.pieces, placement, stacked=False))
         return [np.asarray(from_file(d)) for d in data], tiles
 
     def shares(w: QTensor) -> list[np.ndarray]:
@@ -307,11 +310,6 @@ def test_tiles_are_split_at_their_borders(format):
     check("mlp", ("up",), lambda w: np.split(w, 2))
     # 501 tokens: the last device's share ends in rows of nobody.
     check(None, ("embed",), lambda w: np.split(w, [256]), rows=501)
-
-
-def settings(config: bj.ModelConfig, spec: Spec):
-    """Settings of the first layer that has a tensor; None for the model's own."""
-    return None if spec.kind is None else config.groups(spec.kind)[0].settings
 
 
 SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (2, 2), (1, 4)]]
@@ -378,13 +376,13 @@ def test_a_state_is_saved_on_one_mesh_and_loaded_on_another(tmp_path):
     source, path = "tiny-llama:q8_0", tmp_path / "state"
     split, whole = load(source, "packed", bj.make_mesh(2, 2)), load(source, "packed")
     state = bj.new_state(split, 2, 32, bj.SamplingParams(seed=1), 8)
-    (stored,) = state.cache.attention
+    (stored,) = state.cache.states["attention"]
     values = np.random.default_rng(0).normal(size=stored.k.shape).astype(np.float32)
     stored = stored.replace(k=jax.device_put(values, stored.k.sharding))
-    bj.save_state(path, state.replace(cache=state.cache.replace(attention=(stored,))))
+    bj.save_state(path, state.replace(cache=state.cache.with_state("attention", 0, stored)))
     on_one, back = bj.load_state(path, whole), bj.load_state(path, split)
-    np.testing.assert_array_equal(on_one.cache.attention[0].k, values)
-    np.testing.assert_array_equal(back.cache.attention[0].k, values)
+    np.testing.assert_array_equal(on_one.cache.states["attention"][0].k, values)
+    np.testing.assert_array_equal(back.cache.states["attention"][0].k, values)
     assert all(
         map(lambda one, other: one.sharding == other.sharding, jax.tree.leaves(back), jax.tree.leaves(state))
     )
@@ -458,13 +456,13 @@ def test_bonsai_and_llama_70b_split_as_they_are_shaped():
     for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
         description = architectures.describe(open_checkpoint(source))
         config = description.config
-        tensors = [(spec, next(iter(sources.values()))) for spec, sources in description.tensors.items()
+        tensors = [(spec, *next(iter(sources.items()))) for spec, sources in description.tensors.items()
                    if spec.is_matrix and sources]  # fmt: skip
-        assert len(tensors) == 9
-        placement = Placement(bj.make_mesh(1, parts), config)
-        placement.check(
-            [Matrix(spec, settings(config, spec), t.shape, t.format, True, False) for spec, t in tensors]
-        )
+        wholes = {
+            spec: Whole(spec, spec.settings(config, layer), t.shape, t.format, t.format, tiled=True)
+            for spec, layer, t in tensors
+        }
+        assert len(Placement(bj.make_mesh(1, parts)).shares(config, wholes)) == 9
 
 
 def test_a_group_of_devices_has_mailboxes_of_its_own():
@@ -508,3 +506,28 @@ def test_ops_under_shard_map(names):
         check_shard_map(names, *weights)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 2), (4, 2)])
+def test_texts_are_read_as_on_one_device(data, model):
+    """Scores, embeddings, and what a harvest and generate(read=) return."""
+    draw, taps = np.random.default_rng(0), bj.Taps("output", layers=1)
+    continuations = [[draw.integers(0, 256, n).tolist() for n in (3, 1, 2)[: 1 + i % 3]] for i in range(6)]
+
+    def everything(mesh):
+        loaded = load("tiny-qwen3:q8_0", "packed", mesh)
+        scores = bj.score(loaded, PROMPTS, continuations)
+        read = {}
+        for batch in bj.harvest(loaded, PROMPTS, taps):
+            values = np.asarray(batch.activations["output"])[0]
+            read |= {n: values[row][batch.mask[row]] for row, n in enumerate(batch.texts) if n >= 0}
+        (output,) = bj.generate(loaded, PROMPTS[:1], max_new_tokens=4, sampling=SAMPLING[:1], read=taps)
+        return [
+            *(score.token_logprobs for each in scores for score in each),
+            bj.embed_texts(loaded, PROMPTS),
+            *(read[n] for n in range(len(PROMPTS))),
+            output.activations["output"],
+        ]
+
+    for got, want in zip(everything(bj.make_mesh(data, model)), everything(None), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)

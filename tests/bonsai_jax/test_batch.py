@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -193,6 +194,7 @@ def test_the_package_openai_reads_the_answers(answers):
         (TEXT, {"prompt": "x", "n": 1000}, "n: 1000 does not lie in 1 to 128"),
         (TEXT, {"prompt": "x", "seed": 0.5}, "seed: 0.5 is not a whole number"),
         (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop: ['a', ''] is neither a text nor a list of texts"),
+        (TEXT, {"prompt": "x", "logit_bias": {"1" * 5000: 1}}, "logit_bias: {'11111"),
         (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias: {'a': 1} is not an object such as"),
         (CHAT, {"messages": "hi"}, "messages: 'hi' is not a list of messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content: missing"),
@@ -263,7 +265,9 @@ def test_a_file_that_is_wrong_is_refused_before_anything_begins(text, message, t
 
 
 def done(custom_id: str, error=None) -> str:
-    return json.dumps({"id": "batch_req_1", "custom_id": custom_id, "response": None, "error": error}) + "\n"
+    response = {"status_code": 200} if error is None else None
+    line = {"id": "batch_req_1", "custom_id": custom_id, "response": response, "error": error}
+    return json.dumps(line) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -295,6 +299,54 @@ def test_two_jobs_do_not_write_one_output(tmp_path):
 def test_an_output_is_a_file():
     with pytest.raises(ValueError, match="/dev/full: not a file that a job could go on with"):
         Results(Path("/dev/full"))  # which could be read for ever
+
+
+def test_a_line_without_a_response_is_not_answered(tmp_path):
+    output = tmp_path / "out.jsonl"
+    empty = {"id": "batch_req_1", "custom_id": "b", "response": None, "error": None}
+    output.write_text(done("a") + json.dumps(empty) + "\n")
+    with Results(output) as results:
+        assert results.done == {"a"}
+
+
+def test_standard_input_and_output_are_files(model, tmp_path):
+    """- for either, for both; one made a file of that name, and with both nothing was left to do."""
+    text = "".join(f"{json.dumps(asked(i))}\n" for i in "abc")
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(text)
+    options = ("-m", TINY, "-c", 128, "-b", 4, "--impl", "reference", "--seed", 5)
+    piped = run("batch", "-", output, *options, stdin=text)
+    assert piped.exit_code == 0, piped.output
+    want = {i: line["response"]["body"]["choices"] for i, line in read(output).items()}
+    for place in (source, "-"):
+        printed = run("batch", place, "-", *options, stdin=text)
+        (tmp_path / "printed").write_text(printed.stdout)
+        got = read(tmp_path / "printed")
+        assert {i: line["response"]["body"]["choices"] for i, line in got.items()} == want
+    assert not Path("-").exists() and set(want) == {*"abc"}
+    assert "standard output" in run("batch", source, "-", "--json", *options).output
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(model, tmp_path):
+    """A line of 50 MB took 5.3 GB."""
+    text, ids = "word " * 2_000_000, [5] * 1_000_000
+    asked_for = [asked("a", prompt=text), asked("b", prompt=ids), asked("c")]
+    asked_for.append(asked("d", CHAT, messages=[{"role": "user", "content": text}]))
+    source, output = write(tmp_path / "in.jsonl", asked_for), tmp_path / "out.jsonl"
+    lengths = []
+    encode = bj.Tokenizer.encode
+
+    def counted(self, text, **options):
+        lengths.append(len(text))
+        return encode(self, text, **options)
+
+    with mock.patch.object(bj.Tokenizer, "encode", counted):
+        report = batch.run(model, source, output, JOB)
+    assert (report.lines, report.errors) == (1, 3) and max(lengths) < 1000
+    errors = {i: line["error"]["message"] for i, line in read(output).items() if line["error"]}
+    assert errors["a"].startswith("prompt: 10000000 characters of prompt are more than 128 tokens")
+    assert errors["b"].startswith("prompt: 1000000 token ids of prompt are more than 128 tokens")
+    assert errors["d"].startswith("messages: 10000000 characters")
 
 
 def test_a_job_goes_on_where_it_was_stopped(model, tmp_path):

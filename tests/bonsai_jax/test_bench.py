@@ -102,10 +102,10 @@ def test_what_is_timed_is_the_models_forward(model):
 def test_repetitions_start_from_the_same_depth(model):
     test = bench.Test(model, "tg", 4, depth=20)
     test.run()
-    first = np.asarray(test.cache.attention[0].k)
+    first = np.asarray(test.cache.states["attention"][0].k)
     test.run()
     assert test.cache.lengths[0] == 24
-    np.testing.assert_array_equal(test.cache.attention[0].k, first)
+    np.testing.assert_array_equal(test.cache.states["attention"][0].k, first)
 
 
 def test_gen_is_what_generate_runs(model, monkeypatch):

@@ -25,14 +25,14 @@ def test_the_cache_holds_nothing_of_a_kernel():
     def arrays(node) -> list[str]:
         return [field.name for field in dataclasses.fields(node) if field.metadata.get("pytree_node", True)]
 
-    assert arrays(cache.KVCache) == ["block_table", "lengths", "attention", "delta_net", "draft"]
+    assert arrays(cache.KVCache) == ["block_table", "lengths", "states"]
     assert arrays(attention.State) == ["k", "v", "ring"] and arrays(delta_net.State) == ["s", "tail"]
 
 
 @pytest.mark.parametrize("name", cache_layouts.names())
 def test_a_model_takes_every_layout(name):
     model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(cache_dtype=name, context=64, page_size=8))
-    (stored,) = cache.empty(model.config, model.run, rows=1, context=8).attention
+    (stored,) = cache.empty(model.config, model.run, rows=1, context=8).states["attention"]
     assert cache_layouts.recognize(stored.k) is cache_layouts.get(name)
     stored_bytes = sum(a.nbytes for a in jax.tree.leaves((stored.k, stored.v)))
     assert memory.bytes_per_token(model.config, model.run) * 8 == stored_bytes

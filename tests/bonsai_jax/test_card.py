@@ -193,9 +193,9 @@ BONSAI = re.compile(
 )
 
 
-def test_the_readme_says_what_each_bonsai_file_needs():
+def test_the_docs_say_what_each_bonsai_file_needs():
     """As `inspect` does, for a GPU and a CPU; weights, and a row of 4,096 tokens."""
-    rows = BONSAI.findall((Path(__file__).parents[2] / "README.md").read_text())
+    rows = BONSAI.findall((Path(__file__).parents[2] / "docs/formats.md").read_text())
     assert len(rows) == 15
     usual = {"Q2_0": "q2_0_g128", "Q2_g64": "q2_0_g64"}
     for file, model, format, *said in rows:
@@ -210,7 +210,7 @@ def test_the_readme_says_what_each_bonsai_file_needs():
 
 def test_base_3_is_stored_as_2_bits_where_kernels_read_tiles():
     description, run = describe("synth:tiny-qwen3:ptq1_0"), bj.RunConfig(weights="packed")
-    tensors = [t for _, t in description.each()]
+    tensors = [t for _, t in description.sources]
     in_file = sum(t.nbytes for t in tensors)
     assert memory.weight_bytes(description, run) == in_file
     with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):

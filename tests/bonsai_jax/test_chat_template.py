@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import tracemalloc
 
 import pytest
 
@@ -197,6 +198,25 @@ def test_hostile_and_broken_templates_give_one_error(source, message):
 def test_a_template_cannot_hang_or_fill_the_memory(source):
     with pytest.raises(ChatTemplateError):
         with_template(source).apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        *("x | title", "x | wordcount", "x | list", "x | sort", "x.split()", "x.split(' ')", "x.rsplit()"),
+        *("x.rsplit(maxsplit=9999999)", "x.replace(' ', '\\n').splitlines()"),
+    ],
+)
+def test_a_text_is_not_cut_into_more_pieces_than_a_template_has_steps(cut):
+    """A piece takes 50 times the memory of its characters: `title` took 3 GB, `sort` 6."""
+    source = "{% set x = '字 ' * 4000000 %}{{ (" + cut + ") | length }}"
+    tracemalloc.start()
+    try:
+        with pytest.raises(ChatTemplateError, match="more than"):
+            with_template(source).apply_chat_template(MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

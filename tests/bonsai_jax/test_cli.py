@@ -167,7 +167,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
             1,
             "error: --ctx is 99999, but the model was made for at most 8192",
         ),
-        (("generate", "", "-m", TINY), 1, "the prompt is empty"),
+        (("generate", "", "-m", TINY), 1, "a prompt is empty"),
         (("generate", "x", "-p", "y"), 2, "give one prompt"),
         (("generate", "x", "-m", ""), 1, "error: the model's name is empty"),
         (("bench", "-m", ""), 1, "error: the model's name is empty"),

@@ -1,17 +1,23 @@
 """The command `chat`: a conversation that reuses its cache, and what is typed or piped into it."""
 
+import dataclasses
 import functools
+import json
 import re
+import shlex
 import signal
 import subprocess
-from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.cli import chat, thoughts
-from bonsai_jax.cli.chat import Conversation
+from bonsai_jax import machine
+from bonsai_jax.cli import chat, options, thoughts
+from bonsai_jax.cli.chat import commands
+from bonsai_jax.cli.chat.commands import Session
+from bonsai_jax.cli.chat.conversation import Conversation
+from bonsai_jax.weights import memory
+from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
 
 
@@ -54,7 +60,7 @@ def test_speculation_knows_the_tokens_that_were_in_the_cache():
         ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
         fresh = bj.generate(tiny(), [ids], max_new_tokens=8, sampling=GREEDY, ignore_eos=True)[0]
         assert got == fresh.text
-    assert " a step, " in chat.stats(conversation)
+    assert " a step, " in commands.stats(conversation)
     known = conversation.engine._loop.runner._pool.speculation.ids[0, : len(ids)]
     assert conversation.reused > 8 and known.tolist() == ids
 
@@ -81,14 +87,273 @@ def test_penalties_see_the_tokens_that_were_in_the_cache():
     assert conversation.reused > 0
 
 
-def test_a_full_context_is_said_and_the_message_forgotten():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
-    answer(conversation, "Hi")
+def test_an_answer_that_is_stopped_before_its_first_token_leaves_no_message():
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=40, ignore_eos=True)
+    conversation.interrupt()  # Ctrl-C while the message is encoded
+    assert answer(conversation, "Hi there") == "" and conversation.messages == []
+    conversation.resume()
+    assert answer(conversation, "Hi there") and len(conversation.messages) == 2
+
+
+def test_warming_up_changes_no_answer():
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    expected = answer(conversation, "Hi there")
+    warm = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    warm.warm_up()
+    assert answer(warm, "Hi there") == expected and warm.messages == conversation.messages
+
+
+def talked(turns, **options):
+    """A conversation in which the user has said something so many times."""
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=8, ignore_eos=True, **options)
+    for turn in range(turns):
+        said = [("user", f"question number {turn}"), ("assistant", f"the answer to it is {turn}")]
+        conversation.messages += [{"role": role, "content": text} for role, text in said]
+    return conversation
+
+
+def test_a_full_context_drops_the_oldest_turns():
+    conversation = talked(12, system="Be kind.")
     before = list(conversation.messages)
-    with pytest.raises(ValueError, match=r"context holds 256: /reset begins a new one"):
+    assert len(conversation.encode(before)) > 256
+    assert answer(conversation, "And now?")
+    assert conversation.messages[: len(before)] == before  # they stay for /save
+    assert conversation.dropped > 0 and conversation.messages[conversation.dropped]["role"] == "user"
+    seen = conversation.encode(conversation.messages[conversation.dropped : -1])
+    assert len(seen) <= 128 and "Be kind." in tiny().tokenizer.decode(seen)  # half of the context is free
+    longer = conversation.encode(conversation.messages[conversation.dropped - 2 : -1])
+    assert len(longer) > 128
+    dropped = conversation.dropped
+    assert answer(conversation, "And then?") and conversation.dropped == dropped
+    assert conversation.reused > 64  # the turns that stayed are in the cache
+
+
+def test_a_full_context_stops_by_choice():
+    conversation = talked(12, on_full="stop")
+    before = list(conversation.messages)
+    with pytest.raises(ValueError, match=r"context holds 256: /reset begins a new one, --on-full drop"):
+        answer(conversation, "And now?")
+    assert conversation.messages == before
+    conversation.reset()
+    assert answer(conversation, "And now?")
+
+
+@pytest.mark.parametrize("on_full", ["drop", "stop"])
+def test_a_message_that_does_not_fit_is_forgotten(on_full):
+    conversation = talked(1, on_full=on_full)
+    before = list(conversation.messages)
+    with pytest.raises(ValueError, match="context holds 256"):
         answer(conversation, "word " * 300)
     assert conversation.messages == before
+    assert answer(conversation, "Hi")
+
+
+def test_a_long_message_takes_the_room_of_all_turns():
+    conversation = talked(4)
+    assert answer(conversation, "word " * 65)  # leaves less than a quarter of the context
+    assert conversation.dropped == 8
+
+
+def obey(conversation, *lines, open_engine=None):
+    """What the commands say, in order."""
+    session = Session(conversation, open_engine)
+    return [session.obey(line) for line in lines]
+
+
+def test_undo_retry_and_edit():
+    conversation = talked(3)
+    undone, retried = obey(conversation, "/undo", "/retry")
+    assert undone.say == "forgotten: question number 2"
+    assert (retried.ask, retried.replaces, retried.retry) == ("question number 1", True, 1)
+    (edited,) = obey(conversation, "/edit")
+    assert edited.edit == "question number 1" and len(conversation.messages) == 4  # until it is sent
+    before = conversation.messages[:2]
+    got = "".join(piece.text for piece in conversation.ask("Another?", replaces=True))
+    assert conversation.messages == [
+        *before,
+        {"role": "user", "content": "Another?"},
+        {"role": "assistant", "content": got},
+    ]
+    obey(conversation, "/undo", "/undo")
+    for line in ("/undo", "/retry", "/edit"):
+        with pytest.raises(ValueError, match="there is no message yet"):
+            obey(conversation, line)
+
+
+def test_another_try_that_gives_nothing_leaves_the_answer():
+    conversation = talked(2)
+    before = list(conversation.messages)
+    conversation.interrupt()
+    assert all(not piece.tokens for piece in conversation.ask("question number 1", replaces=True))
+    conversation.resume()
+    with pytest.raises(ValueError, match="context holds 256"):
+        conversation.ask("word " * 300, replaces=True)
+    assert conversation.messages == before
+
+
+def test_another_try_has_another_seed(monkeypatch):
+    sampling = bj.SamplingParams(seed=5)
+    conversation = Conversation(engine(), sampling, max_new_tokens=2, ignore_eos=True)
+    seeds, submit = [], engine().submit
+
+    def note(ids, params, **how):
+        seeds.append(params.seed)
+        return submit(ids, params, **how)
+
+    monkeypatch.setattr(engine(), "submit", note)
+    session = Session(conversation, None)
     answer(conversation, "Hi")
+    for line in ("/retry", "/retry", "/tokens", "/retry"):
+        outcome = session.obey(line)
+        if outcome.ask is not None:
+            list(conversation.ask(outcome.ask, replaces=outcome.replaces, retry=outcome.retry))
+    assert seeds == [5, 6, 7, 6] and len(conversation.messages) == 2
+
+
+def test_a_conversation_is_saved_and_loaded(tmp_path):
+    conversation, path = talked(2, system="Be kind."), tmp_path / "talk.json"
+    (saved,) = obey(conversation, f"/save {path}")
+    assert saved.say == f"{path}: 4 messages"
+    body = json.loads(path.read_text())
+    assert body["model"] == TINY and body["messages"][0] == {"role": "system", "content": "Be kind."}
+    assert body["messages"][1:] == conversation.messages
+    fresh = Conversation(engine(), GREEDY)
+    obey(fresh, f"/load {path}", "/save")  # to the same file
+    assert (fresh.messages, fresh.system) == (conversation.messages, "Be kind.")
+    assert json.loads(path.read_text()) == body
+    with pytest.raises(ValueError, match="there is such a file already"):
+        obey(conversation, f"/save {path}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "not a conversation: Expecting"),
+        ("[" * 100_000, "not a conversation"),
+        ('{"messages": 3}', "expected .messages., a list"),
+        ('[{"role": "tool", "content": "x"}]', "message 1 is .*expected a role"),
+        ('[{"role": "user", "content": "x"}, {"role": "system", "content": "x"}]', "message 2 is"),
+        ('[{"role": "user", "content": 3}]', "message 1 is"),
+        ("[3]", "message 1 is '3'"),
+    ],
+)
+def test_files_without_a_conversation_are_refused(tmp_path, content, message):
+    conversation, path = talked(1), tmp_path / "talk.json"
+    before = list(conversation.messages)
+    path.write_text(content)
+    with pytest.raises(ValueError, match=message):
+        obey(conversation, f"/load {path}")
+    assert conversation.messages == before
+
+
+def test_settings():
+    conversation = talked(0)
+    said = obey(
+        conversation,
+        "/set temperature 0.5",
+        "/set --top-k=7",
+        "/set repeat_penalty 1.5",
+        "/set max_tokens 9",
+        "/set think off",
+        "/set seed 3",
+        "/set top_p",
+    )
+    assert [outcome.say for outcome in said] == [
+        *("temperature 0.5", "top_k 7", "repetition_penalty 1.5", "max_new_tokens 9", "think off", "seed 3"),
+        "top_p 0.95",
+    ]
+    sampling = bj.SamplingParams(temperature=0.5, top_k=7, repetition_penalty=1.5, seed=3)
+    assert (conversation.sampling, conversation.max_new_tokens, conversation.think) == (sampling, 9, False)
+    (listed,) = obey(conversation, "/set")
+    assert "min_p 0.05\n" in listed.say and "think off" in listed.say
+    obey(conversation, "/set seed none", "/set think default", "/set temperature_first on")
+    assert conversation.sampling.seed is None and conversation.think is None
+    assert conversation.sampling.temperature_first is True
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/set temperature warm", "^temperature is 'warm'; it must be a number"),
+        ("/set top_p 3", "^top_p is 3; it must lie in 0 to 1"),
+        ("/set top_k 1.5", "^top_k is 1.5; it must be a whole number"),
+        ("/set temperature nan", "^temperature is nan"),
+        ("/set max_new_tokens 0", "^max_new_tokens is 0; it must be a whole number"),
+        ("/set max_new_tokens 2.5", "^max_new_tokens is 2.5; it must be a whole number"),
+        ("/set think maybe", "^think is 'maybe'; it must be on, off or default"),
+        ("/set temperature_first 3", "^temperature_first is '3'; it must be on or off"),
+        ("/set wind 3", "^/set has no wind; it sets temperature, top_k"),
+        ("/save", "needs the name of a file"),
+        ("/load", "needs the name of a file"),
+    ],
+)
+def test_commands_that_cannot_be_carried_out_change_nothing(line, message):
+    conversation = talked(1)
+    before = dataclasses.replace(conversation)
+    with pytest.raises(ValueError, match=message):
+        obey(conversation, line)
+    assert conversation == before
+
+
+def test_the_model_changes_and_the_conversation_stays():
+    conversation = talked(1)
+    named, other = [], bj.Engine(tiny(), max_batch_size=1, context=128)
+
+    def open_engine(name):
+        named.append(name)
+        if name == "broken":
+            raise ValueError("no such file")
+        return other
+
+    with other, pytest.raises(ValueError, match="no such file"):
+        obey(conversation, "/model", "/model other", "/model broken", open_engine=open_engine)
+    assert named == ["other", "broken", TINY]  # the one before again
+    assert conversation.engine is other and len(conversation.messages) == 2
+
+
+def test_tokens_are_counted():
+    conversation = talked(12)
+    used = len(conversation.encode(conversation.messages))
+    assert obey(conversation, "/tokens")[0].say == f"{used} of 256 tokens are used, 0 are free"
+    answer(conversation, "And now?")
+    used = len(conversation.encode(conversation.messages[conversation.dropped :]))
+    assert obey(conversation, "/tokens")[0].say == (
+        f"{used} of 256 tokens are used, {256 - used} are free; the model no longer sees the oldest "
+        f"{conversation.dropped} messages"
+    )
+    obey(conversation, "/reset")
+    assert obey(conversation, "/tokens")[0].say == "0 of 256 tokens are used, 256 are free"
+
+
+def test_the_status_says_how_an_answer_ended():
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    answer(conversation, "Hi")
+    assert re.fullmatch(
+        r"cut off by max_new_tokens, [\d.]+ tok/s, 4 tokens, context \d+ of 256",
+        commands.status(conversation),
+    )
+    conversation.max_new_tokens = -1
+    answer(conversation, "Hi")
+    assert commands.status(conversation).startswith("the context is full, ")
+    pieces = conversation.ask("Hi")
+    conversation.interrupt()
+    list(pieces)
+    conversation.resume()
+    assert commands.status(conversation).startswith("stopped; the conversation stays as it was, 0 tokens")
+
+
+@pytest.mark.parametrize(("free_mb", "least", "most"), [(10_000, 8192, 8192), (60, 64, 8000), (1, 64, 64)])
+def test_the_context_is_the_models_own_or_what_memory_holds(monkeypatch, free_mb, least, most):
+    monkeypatch.setattr(machine, "free_memory", lambda: free_mb * 10**6)
+    config = options.RunOptions().config(context=0)
+    context = chat._whole_context(open_checkpoint(TINY), config, 1).context
+    assert least <= context <= most and context % 64 == 0
+    if free_mb == 60:
+        token_bytes = memory.bytes_per_token(tiny().config, tiny().run)
+        assert 0.5 * 15e6 < context * token_bytes <= 15e6  # weights take some of it
+    assert (
+        chat._whole_context(open_checkpoint(TINY), dataclasses.replace(config, context=300), 1).context == 300
+    )
 
 
 DIM = re.compile("\x1b\\[2m(.*?)\x1b\\[0m", re.DOTALL)
@@ -96,19 +361,19 @@ DIM = re.compile("\x1b\\[2m(.*?)\x1b\\[0m", re.DOTALL)
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 @pytest.mark.parametrize("prompt", ["", "<think>\n"])
-def test_thoughts_are_dimmed_on_a_terminal(monkeypatch, capsys, size, prompt):
+def test_thoughts_are_dimmed_on_a_terminal(monkeypatch, size, prompt):
     """Tags and all, however they are cut into pieces; what only looks like a tag is none."""
     text = "I <thin air>" * (not prompt) + "<think>" * (not prompt) + "hm </thin\n</think>\n\nHello <b> <thi"
-    conversation = SimpleNamespace(thinks=bool(prompt), figures=None)
-    conversation.ask = lambda _: (SimpleNamespace(text=text[i : i + size]) for i in range(0, len(text), size))
+
+    def shown():
+        printed = thoughts.Shown(bool(prompt))
+        pieces = [printed.next(text[i : i + size]) for i in range(0, len(text), size)]
+        return "".join(pieces) + printed.end()
+
+    assert shown() == text
     monkeypatch.setenv("FORCE_COLOR", "1")
-    chat.answer(conversation, "Hi")
-    shown = capsys.readouterr().out
-    assert "".join(DIM.findall(shown)) == text[text.find("<think>") if not prompt else 0 :].split("\n\n")[0]
-    assert DIM.sub(r"\1", shown) == text + "\n"
-    monkeypatch.delenv("FORCE_COLOR")
-    chat.answer(conversation, "Hi")
-    assert capsys.readouterr().out == text + "\n"
+    assert "".join(DIM.findall(shown())) == text[text.find("<think>") if not prompt else 0 :].split("\n\n")[0]
+    assert DIM.sub(r"\1", shown()) == text
 
 
 def test_a_prompt_that_opens_a_thought_is_known():
@@ -138,21 +403,33 @@ def test_a_command_leaves_and_help_names_it(leave):
     assert leave in done.stderr and "no answer yet" not in done.stderr
 
 
-def test_who_types_is_told_how_to_leave(monkeypatch):
-    monkeypatch.setattr(chat.sys, "stdin", mock.Mock(isatty=lambda: True))
-    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=EOFError))  # Ctrl-D
-    said = []
-    monkeypatch.setattr(chat, "say", said.append)
-    monkeypatch.setattr(chat.options.LoadOptions, "load", lambda *_: tiny())
-    chat.command(name=TINY)
-    assert said == [f"{TINY}, context 256; /help lists the commands; /quit or Ctrl-D leaves", ""]
-
-
 def test_chat_goes_on_after_a_message_that_does_not_fit():
-    done = run("chat", "-m", TINY, "-n", 2, "-c", 256, stdin="word " * 300 + "\nHi\n")
+    done = run("chat", "-m", TINY, "-n", 2, "-c", 256, stdin="word " * 300 + "\nHi\n//Hi\n")
     assert done.exit_code == 0
-    assert "/reset begins a new one" in done.stderr
-    assert len(done.stdout.splitlines()) >= 1
+    assert "--ctx sets a larger context" in done.stderr
+    assert len(done.stdout.splitlines()) >= 2 and "is no command" not in done.stderr
+
+
+def test_a_reader_that_has_enough_ends_the_chat():
+    script = f"{shlex.join(COMMAND)} chat -m {TINY} -n 8 --ignore-eos | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script], input=b"Hi\n" * 20, capture_output=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr == b""  # one error for each message, if the chat went on
+
+
+def test_an_engine_that_fails_leaves_the_conversation(monkeypatch, capsys):
+    conversation = talked(1)
+    session = Session(conversation, None)
+
+    def fail(*_, **__):
+        raise RuntimeError("the engine failed")
+
+    monkeypatch.setattr(Conversation, "ask", fail)
+    chat.respond(session, "Hi", typed=True, plain=True)
+    assert capsys.readouterr().err == "error: the engine failed\n" and len(conversation.messages) == 2
+    with pytest.raises(RuntimeError, match="the engine failed"):
+        chat.respond(session, "Hi", typed=False, plain=True)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat():

@@ -38,7 +38,7 @@ def test_rows_say_when_kernels_had_16_bits():
 
 
 def test_inspect_reads_no_weights(monkeypatch):
-    monkeypatch.setattr("bonsai_jax.weights.drawing.read", None)
+    monkeypatch.setattr("bonsai_jax.weights.drawing._fields", None)
     done = run("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]

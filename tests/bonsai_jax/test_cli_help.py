@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from bonsai_jax.cli import COMMANDS, app
+from bonsai_jax.decoding import proposers
 from tests.bonsai_jax.command_line import ROOT, command, run
 
 
@@ -31,7 +32,7 @@ def test_help_is_whole(name, width, monkeypatch):
         ("bonsai-jax p", {"perplexity", "pull"}),
         ("bonsai-jax generate --impl ", {"auto", "reference", "pallas"}),
         ("bonsai-jax bench --activation-bits ", {"8", "16"}),
-        ("bonsai-jax chat --speculate ", {"mtp", "ngram"}),
+        ("bonsai-jax chat --speculate ", {*proposers.names()}),
         ("bonsai-jax bench --js", {"--json"}),
     ],
 )
@@ -60,6 +61,6 @@ def test_help_and_version_do_not_import_jax():
         "for arguments in (['--help'], ['generate', '--help'], ['--version'], completion):\n"
         "    done = CliRunner().invoke(app, arguments)\n"
         "    assert done.exit_code == 0, done.output\n"
-        "assert not {'jax', 'flax', 'numpy'} & set(sys.modules)\n"
+        "assert not {'jax', 'flax', 'numpy', 'prompt_toolkit', 'markdown_it'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, **NAMED_SHELL})

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from bonsai_jax import RunConfig, SamplingParams, choices
-from bonsai_jax.cli import COMMANDS, options
+from bonsai_jax.cli import COMMANDS, aliases, app, options
 from bonsai_jax.cli.spread import spread
 from pallas_kernels import cache_layouts
 from pallas_kernels.problems import Step
@@ -94,3 +94,32 @@ def test_the_page_lists_the_values_that_flags_have(name, monkeypatch):
     rows = dict(re.findall(r"^\| `(--[\w-]+)` \| ([\w, ]+) \|", page, re.MULTILINE))
     for flag, values in flags.items():
         assert rows[flag].split(", ") == values.split("|")
+
+
+def test_aliases_lead_to_flags_and_the_page_lists_them():
+    commands = typer.main.get_command(app).commands.values()
+    ours = {flag for command in commands for p in command.params for flag in getattr(p, "opts", [])}
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    listed = set(re.findall(r"`(-[\w-]+)`", page.split("## If you come from")[1].split("| you would run")[0]))
+    for theirs, name in aliases.ALIASES.items():
+        assert f"--{name.removeprefix('-')}" in ours
+        assert {f"-{theirs}", f"--{theirs}"} & listed or "_" in theirs, theirs
+    assert {aliases.our_name(flag.lstrip("-")).lstrip("-") for flag in listed} <= {
+        flag.lstrip("-") for flag in ours
+    }
+
+
+@pytest.mark.parametrize(
+    ("typed", "flag"),
+    [
+        ("--temperature x", "--temp"),
+        ("--max_tokens=x", "--max-new-tokens"),
+        ("--n-predict x", "--max-new-tokens"),
+        ("--ctx-size x", "--ctx"),
+        ("-sys text --repetition-penalty x", "--repeat-penalty"),
+        ("-hf user/repo --num-ctx x", "--ctx"),
+    ],
+)
+def test_flags_of_other_programs(typed, flag):
+    done = run("chat", *typed.split())
+    assert done.exit_code == 2 and re.search(rf"Invalid value for (.* / )?'{flag}'", done.stderr)

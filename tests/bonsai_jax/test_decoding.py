@@ -68,7 +68,7 @@ def test_prefill_equals_reading_token_by_token(name):
     model, ids, lengths = tiny(name), prompt(64), np.array([1, 2, 16, 17, 33, 64])
 
     def keys(state, row):
-        pages = np.asarray(state.cache.attention[0].k)[:, state.cache.block_table[row]]
+        pages = np.asarray(state.cache.states["attention"][0].k)[:, state.cache.block_table[row]]
         return pages.reshape(model.config.num_layers, -1, model.config.attention.kv_width)[:, : lengths[row]]
 
     at_once = prefilled(model, [ids[:length] for length in lengths])
@@ -93,7 +93,9 @@ def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
     chunked = run(model.params, new(model), *padded(prompts), config=model.config).state
     np.testing.assert_array_equal(chunked.cache.lengths, whole.cache.lengths)
     assert_same([chunked.tokens], [whole.tokens])
-    np.testing.assert_allclose(chunked.cache.attention[0].v, whole.cache.attention[0].v, atol=2e-5)
+    np.testing.assert_allclose(
+        chunked.cache.states["attention"][0].v, whole.cache.states["attention"][0].v, atol=2e-5
+    )
 
 
 def test_prefill_goes_on_behind_what_the_cache_holds():
@@ -110,7 +112,7 @@ def test_a_row_keeps_its_bits_whatever_the_other_rows_hold():
     for seed, lengths in ((6, (3, 31)), (7, (32, 18))):
         prompts = [prompt(lengths[0], seed), own, prompt(lengths[1], seed + 10)]
         state, drawn, _ = decode(model, prefilled(model, prompts, sampling), limit=NEW)
-        (stored,), pages = state.cache.attention, state.cache.block_table[1]
+        (stored,), pages = state.cache.states["attention"], state.cache.block_table[1]
         runs.append((drawn[1], np.asarray(stored.k)[:, pages], np.asarray(stored.v)[:, pages]))
     assert_same(*([drawn] for drawn, _, _ in runs))
     for one, other in zip(*runs, strict=True):
@@ -136,7 +138,7 @@ def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
     results = []
     for s in (state, other.replace(cache=other.cache.replace(block_table=jnp.asarray(table)))):
         s, drawn, _ = decode(model, read(model, s, prompts), limit=15)
-        results.append((drawn, np.asarray(s.cache.attention[0].k)[:, s.cache.block_table]))
+        results.append((drawn, np.asarray(s.cache.states["attention"][0].k)[:, s.cache.block_table]))
     assert_same(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
@@ -145,7 +147,7 @@ def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
     state = bj.new_state(model, 1, 2048, GREEDY, 8, ignore_eos=True)
     state = state.replace(tokens=jnp.zeros(1, jnp.int32))  # the first to be read
-    (stored,) = state.cache.attention
+    (stored,) = state.cache.states["attention"]
     cache_bytes = stored.k.nbytes + stored.v.nbytes
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
@@ -155,7 +157,7 @@ def test_the_cache_is_donated_and_updated_in_place():
     before = stored.k.unsafe_buffer_pointer()
     after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
     assert stored.k.is_deleted() and stored.v.is_deleted()
-    assert after.cache.attention[0].k.unsafe_buffer_pointer() == before
+    assert after.cache.states["attention"][0].k.unsafe_buffer_pointer() == before
 
 
 def test_greedy_tokens_are_the_argmax_of_teacher_forced_logits():
@@ -276,13 +278,13 @@ def test_an_output_as_wide_as_one_token_and_a_limit_beyond_the_width(speculate):
     whole = decode(model, read(model, fresh(), [ids]), NEW).tokens
     drawn = NEW - 1  # behind prefill's
     np.testing.assert_array_equal(np.hstack([first, rest])[:, :drawn], whole[:, :drawn])  # none is lost
-    with pytest.raises(ValueError, match="size is 0; it must be 1 or more"):
+    with pytest.raises(ValueError, match="size is 0; it must be a whole number, 1 or more"):
         jitted.generate_tokens(model.params, fresh(), *padded([ids]), model.config, size=0)
 
 
 def test_requests_that_cannot_be_met_say_why():
     model = tiny("tiny-qwen3")
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="a prompt is empty"):
         bj.generate(model, [[]])
     with pytest.raises(
         ValueError, match=r"2040 tokens of prompt and 100 new ones exceed the context of 2048"

@@ -138,7 +138,12 @@ def test_it_foresees_what_numpy_does():
     state, drawn, _ = told(model, "mtp")
     state = state.replace(remaining=jnp.array([1, 1]))
     got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
-        model.params, state.cache, state.tokens, state.remaining > 0
+        model.params,
+        model.params.draft,
+        state.speculation.draft,
+        state.cache,
+        state.tokens,
+        state.remaining > 0,
     )
     texts = [[*prompt, *answer] for prompt, answer in zip(IDS, np.asarray(drawn).tolist(), strict=True)]
     tokens, lengths = np.zeros((2, max(map(len, texts))), np.int32), np.array([*map(len, texts)])
@@ -184,7 +189,7 @@ def test_from_a_hugging_face_folder_it_is_the_same():
     config = dataclasses.replace(in_file.config, draft=None, skipped=("mtp.",))
     in_folder = specs.describe(other, (), specs.with_draft(other, config), draft_specs)
     run = load_plans.resolve(in_file, RUN)
-    ours, theirs = (read(load_plans.planned(one.draft, run)) for one in (in_file, in_folder))
+    (ours,), (theirs,) = (read(load_plans.planned(one.draft, run)) for one in (in_file, in_folder))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), ours, theirs)
 
 

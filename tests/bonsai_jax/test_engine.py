@@ -259,7 +259,8 @@ def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch
 
     monkeypatch.setattr(on_device, "decode_rows", waiting)
     handle = engine.submit(prompt(10, 42), GREEDY, max_new_tokens=MOST, ignore_eos=True)
-    assert len(next(iter(handle)).tokens) == 1
+    pieces = iter(handle)  # held, because a reader that leaves would cancel
+    assert len(next(pieces).tokens) == 1
     told.set()
     assert len(handle.result(300).tokens) == MOST and late and not any(late)
 
@@ -360,6 +361,78 @@ def test_cancelling_frees_pages_and_an_idle_engine_uses_no_cpu(engine):
 def test_what_cannot_be_says_what_could(engine, tokens, options, message):
     with pytest.raises((ValueError, TypeError), match=message):
         engine.submit(prompt(tokens, 0), **{"max_new_tokens": 4} | options)
+
+
+def test_a_request_that_can_draw_nothing_ends_alone():
+    ids = prompt(10, 41)
+    banned = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(range(512), -np.inf))
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    with bj.Engine(tiny(), **SHAPE, logit_biases=512) as engine:
+        first = engine.submit(ids, GREEDY, **options)
+        nothing = engine.submit(ids, banned, **options)
+        last = engine.submit(ids, GREEDY, **options)
+        with pytest.raises(RuntimeError, match=r"no token can be drawn: .*; 0 were drawn before"):
+            nothing.result(60)
+        assert len(first.result(60).tokens) == 9 and first.result().tokens == last.result(60).tokens
+        assert_all_pages_are_back(engine)
+
+
+def cancelled(handle: bj.Handle) -> bool:
+    """Whether the request ends so within seconds, long before its last token."""
+    return handle.result(30).finish_reason == "cancelled"
+
+
+LONG = {"max_new_tokens": 86, "ignore_eos": True}
+
+
+def test_more_biases_than_tokens_are_as_many_as_tokens():
+    """Room for them was made by naming as many tokens, of which some are beyond the vocabulary."""
+    with bj.Engine(tiny(), **SHAPE, logit_biases=60_000) as engine:
+        assert engine.options.biases == 512
+    with pytest.raises(ValueError, match=r"Engine: logit_biases is 2147483648; it must be .*, 1 to"):
+        bj.Engine(tiny(), **SHAPE, logit_biases=2**31)
+
+
+def test_a_break_out_of_a_stream_cancels_the_request(engine):
+    handle = engine.submit(prompt(8, 50), GREEDY, **LONG)
+    for _ in handle:
+        break
+    assert cancelled(handle)
+    other = engine.submit(prompt(8, 50), GREEDY, **LONG)
+    reader, second = iter(other), iter(other)
+    next(reader), next(second)
+    reader.close()  # somebody else still reads
+    assert len([t for piece in second for t in piece.tokens]) > 1 and not cancelled(other)
+    assert_all_pages_are_back(engine)
+
+
+def test_a_task_that_is_cancelled_or_late_cancels_its_request(engine):
+    handles = [engine.submit(prompt(8, 51 + i), GREEDY, **LONG) for i in range(3)]
+
+    async def first_piece(handle):
+        async for _ in handle:
+            break
+
+    async def leave():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handles[0], 0.005)
+        task = asyncio.ensure_future(handles[1].__aiter__().__anext__())
+        await task
+        waiting = asyncio.create_task(waited(handles[1]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, first_piece(handles[2]), return_exceptions=True)
+
+    async def waited(handle):
+        return await handle
+
+    asyncio.run(leave())
+    assert all(map(cancelled, handles))
+    assert_all_pages_are_back(engine)
+
+
+def test_an_endless_wait_is_one(engine):
+    assert engine.submit([1], max_new_tokens=1).result(float("inf")).tokens
 
 
 def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):

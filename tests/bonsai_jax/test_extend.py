@@ -91,7 +91,7 @@ def test_jitted_functions_compile_once_and_donate():
     state = jitted.prefill(
         model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config
     ).state
-    assert before.cache.attention[0].k.is_deleted()
+    assert before.cache.states["attention"][0].k.is_deleted()
     size = jitted.step._cache_size()
     for _ in range(3):
         state = jitted.step(model.params, state, model.config).state

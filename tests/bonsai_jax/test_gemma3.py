@@ -124,16 +124,18 @@ def test_windows_take_the_memory_of_a_ring():
     run = bj.RunConfig(batch_size=2, context=32768, cache_dtype="float16", impl="reference")
     cache = jax.eval_shape(lambda: kv.empty(config, run, 2, 32768))
     full, windowed = (
-        next(s for s in cache.attention if (s.ring is None) == every) for every in (True, False)
+        next(s for s in cache.states["attention"] if (s.ring is None) == every) for every in (True, False)
     )
     assert (full.num_pages, windowed.num_pages) == (2 * 512, 2 * 25)
     assert (full.k.shape[0], windowed.k.shape[0]) == (8, 40)
     pages = sum(
-        leaf.size * leaf.dtype.itemsize for s in cache.attention for leaf in jax.tree.leaves((s.k, s.v))
+        leaf.size * leaf.dtype.itemsize
+        for s in cache.states["attention"]
+        for leaf in jax.tree.leaves((s.k, s.v))
     )
     assert memory.cache_bytes(config, run) == pages
     whole = jax.eval_shape(lambda: kv.empty(config, run, 2, 32768, rewinds=True))
-    assert all(state.ring is None for state in whole.attention)
+    assert all(state.ring is None for state in whole.states["attention"])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -38,7 +38,7 @@ def test_split_and_merge_share_the_models_arrays(source):
     assert len(variables) == len(jax.tree.leaves(model.params))
     assert all(isinstance(variable, Weight) for variable in variables.values())
     codes = module.weights["layers"]["attention"]["0"]["o"]["parts"]["0"]["fields"]["qs"]
-    assert codes[...] is model.params.layers.attention[0].o.parts[0].fields["qs"]
+    assert codes[...] is model.params.layers["attention"][0].o.parts[0].fields["qs"]
     _, weights, rest = nnx.split(module, Weight, ...)
     assert len(nnx.to_flat_state(weights)) == len(variables) and not nnx.to_flat_state(rest)
 

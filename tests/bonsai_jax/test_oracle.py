@@ -139,7 +139,7 @@ def test_the_kernels_of_cpus_are_as_near_to_llama_cpp_on_f32_as_llama_cpp_on_the
     """Read 16 tokens at a time, which is what they are for. Fewer texts where nothing is rounded, which is no
     matter of means."""
     model, kl, same = smollm2_model(bits), [], []
-    assert model.params.layers.attention[0].o.parts[0].products.kernel(16) == "cpu"
+    assert model.params.layers["attention"][0].o.parts[0].products.kernel(16) == "cpu"
     rows = [row for row in kept_oracle()["float32"] if len(row["prompt"]) <= 32]
     assert len(rows) >= texts
     for row in rows[:texts]:

@@ -47,17 +47,28 @@ def test_tiny_models_of_every_architecture_run_in_llama_cpp_and_here(name, forma
 
 
 @pytest.mark.parametrize(
-    "format", ["q4_k_m", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q1_0"))]
+    ("name", "format"),
+    [
+        ("tiny-qwen3moe", "q4_k_m"),
+        ("tiny-arcee", "f32"),
+        ("tiny-arcee", "q4_k_m"),
+        *(
+            pytest.param(name, format, marks=pytest.mark.slow)
+            for name in ("tiny-qwen3moe", "tiny-arcee")
+            for format in ("q8_0", "q1_0")
+        ),
+    ],
 )
-def test_a_quantized_mixture_of_experts_is_llama_cpp_s_on_the_same_weights(format, tmp_path):
-    """Decoded to F32 for llama.cpp, and not rounded here: between two experts that are nearly as likely what
-    rounds activations chooses another, and the tiny model's text is another."""
-    path = as_file(f"synth:tiny-qwen3moe:{format}", tmp_path / "tiny.gguf")
+def test_where_rounding_shows_answers_are_llama_cpp_s_on_the_same_weights(name, format, tmp_path):
+    """Decoded to F32 for llama.cpp, and not rounded here. Between two experts that are nearly as likely what
+    rounds activations chooses another, and the tiny model's text is another; squares of activations (arcee)
+    spread over more than 8 bits."""
+    path = as_file(f"synth:{name}:{format}", tmp_path / "tiny.gguf")
     write_float32(open_checkpoint(str(path)), tmp_path / "exact.gguf")
     model = bj.load(str(path), bj.RunConfig(activation_bits=16))
     ids = prompts()
     found = agreement(model, answers(tmp_path / "exact.gguf", model.tokenizer, ids, 24))
-    print(f"tiny-qwen3moe {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
+    print(f"{name} {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 1e-6 and found.same_top == 1
 
 

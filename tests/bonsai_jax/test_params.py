@@ -17,7 +17,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from bonsai_jax.weights import drawing
-from bonsai_jax.weights import read as reading
+from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
@@ -43,7 +43,7 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    with mock.patch.object(reading, "_as_in_file", lambda *_: False):
+    with mock.patch.object(load_plans, "_is_as_in_file", lambda *_: False):
         made = bj.load(source)
     path = as_file(source, tmp_path / "model.gguf")
     compiled = []
@@ -68,7 +68,7 @@ def test_random_tensors_of_many_shapes_are_drawn_by_one_program(format):
         t = RandomTensor("w", format, shape, seed, 0.5, 0.02, 0)
         lead = (*shape[:-1], shape[-1] // module.WEIGHTS)
         fields = draw(format, jax.random.key(seed), lead, 0.5, 0.02)
-        np.testing.assert_array_equal(drawing.read(t).data, formats.pack(format, fields))
+        np.testing.assert_array_equal(drawing.Drawn(t).data, formats.pack(format, fields))
         programs.append(drawing._fields._cache_size())
     assert programs[0] == programs[1]
 
@@ -106,7 +106,7 @@ def test_a_format_without_a_decoder_is_named():
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     dense = jax.jit(dequantize)  # outside of jit each operation would be compiled alone
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    (wqkv,) = model.params.layers.attention[0].qkv
+    (wqkv,) = model.params.layers["attention"][0].qkv
     assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
     for layer, (part, index) in enumerate(wqkv.where):
         weights = wqkv.parts[part]
@@ -195,13 +195,13 @@ def huggingface_folder(source: str, folder: Path) -> Path:
                 "model_type": config.architecture,
                 "num_hidden_layers": config.num_layers,
                 "hidden_size": config.hidden,
-                "intermediate_size": config.mlp.ffn,
+                "intermediate_size": config.layers[0].channels.ffn,
                 "num_attention_heads": config.attention.num_heads,
                 "num_key_value_heads": config.attention.num_kv_heads,
                 "head_dim": config.attention.head_dim,
                 "max_position_embeddings": config.context_length,
                 "rms_norm_eps": config.rms_norm_eps,
-                "hidden_act": "silu",
+                "hidden_act": "silu" if config.mlp else "relu2",
                 **rope,
             }
         )
@@ -216,7 +216,7 @@ def huggingface_folder(source: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-arcee"])
 def test_a_hugging_face_folder_is_the_same_model_as_the_gguf_file(name, tmp_path):
     folder = huggingface_folder(f"synth:{name}:f32", tmp_path / "hf")
     ids = np.random.default_rng(0).integers(0, 256, 50).tolist()
@@ -224,6 +224,33 @@ def test_a_hugging_face_folder_is_the_same_model_as_the_gguf_file(name, tmp_path
     assert not ours.config.attention.rope.interleaved
     np.testing.assert_allclose(bj.logits(ours, ids), bj.logits(bj.load(f"synth:{name}:f32"), ids), atol=2e-4)
     assert ours.tokenizer.decode(ours.tokenizer.encode("Ahoy, wörld")) == "Ahoy, wörld"
+
+
+def test_a_folder_that_lacks_its_output_matrix_is_refused(tmp_path):
+    """Untied, by its own word; without the word the embedding is the output matrix, as in Gemma."""
+    folder = huggingface_folder("synth:tiny-llama:f32", tmp_path / "hf")
+    config, path = json.loads((folder / "config.json").read_text()), folder / "config.json"
+    checkpoint = open_checkpoint(folder)
+    tensors = {name: t for name, t in checkpoint.tensors.items() if name != "lm_head.weight"}
+    for says in ({"tie_word_embeddings": False}, {"text_config": {"tie_word_embeddings": False}}):
+        untied = dataclasses.replace(checkpoint, tensors=tensors, metadata=checkpoint.metadata | says)
+        with pytest.raises(CheckpointError, match=r"tensor lm_head.weight is missing; .*tie_word_embeddings"):
+            architectures.describe(untied)
+    for says in ({"tie_word_embeddings": True}, {}):
+        tied = dataclasses.replace(checkpoint, tensors=tensors, metadata=checkpoint.metadata | says)
+        architectures.describe(tied)
+    path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    architectures.describe(open_checkpoint(folder))
+
+
+def test_a_damaged_tokenizer_is_a_damaged_checkpoint(tmp_path):
+    folder = huggingface_folder("synth:tiny-qwen3:f32", tmp_path / "hf")
+    (folder / "tokenizer.json").write_text('{"normalizer": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer cannot be read: .*tokenizer.json cannot be read"):
+        bj.load(str(folder))
+    tokens = tiny().metadata | {"tokenizer.ggml.tokens": []}
+    with pytest.raises(CheckpointError, match=r"tokenizer cannot be read: tokenizer.ggml.tokens is empty"):
+        bj.from_checkpoint(dataclasses.replace(tiny(), metadata=tokens))
 
 
 @functools.cache

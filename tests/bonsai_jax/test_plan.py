@@ -12,7 +12,7 @@ from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.schedules import step_plan, step_problem
 from bonsai_jax.weights import plan as load_plans
-from bonsai_jax.weights.plan import LoadPlan
+from bonsai_jax.weights.records import LoadPlan
 from checkpoints import Checkpoint, open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
@@ -58,9 +58,9 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
     plan = planned(f"synth:{name}:{format}", monkeypatch)
     params = loaded(plan)
     assert params.step == step_plan(plan)
-    (attention,), (mlp,) = params.layers.attention, params.layers.mlp
+    (attention,), (mlp,) = params.layers["attention"], params.layers["mlp"]
     stacks = [*attention.qkv, attention.o, mlp.gate, mlp.up, mlp.down]
-    want = [m for stack in plan.stacks for part in stack.parts for m in part]
+    want = [piece.matrix for stack in plan.stacks if stack.kind for piece in stack.pieces]
     got = [w for stack in stacks for w in leaves(stack)]
     described = lambda ws: sorted((w.shape, str(w.products)) for w in ws)  # noqa: E731
     assert described(got) == described(want)
@@ -101,7 +101,7 @@ def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
     layers = loaded(planned("synth:tiny-llama:q4_k_m", monkeypatch)).layers
-    (attention,), (mlp,) = layers.attention, layers.mlp
+    (attention,), (mlp,) = layers["attention"], layers["mlp"]
     for stack in (*attention.qkv, attention.o, mlp.gate, mlp.up, mlp.down):
         parts = leaves(stack)
         assert {w.products.kernel(512) for w in parts} == {
@@ -113,9 +113,7 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
 @pytest.mark.parametrize("format", formats.names())
 def test_a_model_is_planned_as_the_list_says(format, monkeypatch):
     plan = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
-    matrices = [matrix for _, matrix in plan.matrices]
-    matrices += [matrix for stack in plan.stacks for part in stack.parts for matrix in part]
-    assert {matrix.products.tiled for matrix in matrices} == {formats.family(format) is not None}
+    assert {matrix.products.tiled for matrix, _ in plan.each()} == {formats.family(format) is not None}
 
 
 EVERY_DAY = ("f32", "q1_0", "q4_k", "q8_0", "tq1_0", "mxfp4")  # a plan is executed without knowing formats
@@ -128,9 +126,13 @@ EVERY_DAY = ("f32", "q1_0", "q4_k", "q8_0", "tq1_0", "mxfp4")  # a plan is execu
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     plan = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
     params = loaded(plan)
-    matrices = [params.embed, *params.layers.attention[0].qkv[0].parts, *params.layers.mlp[0].down.parts]
+    matrices = [
+        params.embed,
+        *params.layers["attention"][0].qkv[0].parts,
+        *params.layers["mlp"][0].down.parts,
+    ]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
-    assert kv.empty(plan.config, plan.run, 1, 64).attention[0].impl == "decode"
+    assert kv.empty(plan.config, plan.run, 1, 64).states["attention"][0].impl == "decode"
 
 
 def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypatch):
@@ -151,7 +153,7 @@ def test_gate_and_up_are_one_product_where_their_formats_agree(monkeypatch):
 
     def matrices(plan: LoadPlan):
         counts = {
-            stack.array: [part[0].problem.matrices for part in stack.parts]
+            stack.array: [part[0].matrix.problem.matrices for part in stack.parts]
             for stack in plan.stacks
             if stack.kind == "mlp"
         }

@@ -18,6 +18,7 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
+from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights import memory
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
@@ -122,7 +123,7 @@ def extended(cache, rows: list[list[int]], width: int = 80):
 
 
 def states(cache) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta_net[0])]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.states["delta_net"][0])]
 
 
 def test_chunks_and_steps_are_float64_s():
@@ -222,7 +223,7 @@ def test_memory_counts_states():
     assert config.layers_with("attention")[:2] == (3, 7)
     assert config.position(7, config.attention) == (0, 1) and config.position(7, config.mlp) == (0, 7)
     assert config.position(6, config.delta_net) == (0, 5) and config.position(6, config.mlp) == (0, 6)
-    states = jax.tree.leaves(jax.eval_shape(lambda: kv.empty_states(config, 1)))
+    states = jax.tree.leaves(jax.eval_shape(lambda: kv.empty_states(config, run, Room(1, 64)))["delta_net"])
     assert sum(4 * leaf.size for leaf in states) == state_bytes
 
 

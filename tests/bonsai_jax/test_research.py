@@ -46,7 +46,7 @@ def test_what_is_read_adds_up(source):
     np.testing.assert_array_equal(kept["input"][1:], kept["output"][:-1])
     np.testing.assert_allclose(kept["input"] + kept["attention"], kept["middle"], atol=1e-5)
     np.testing.assert_allclose(kept["middle"] + kept["mlp"], kept["output"], atol=1e-5)
-    again = decoder.logits(model.params, kept["output"][-1], model.config)
+    again = decoder.unembed(model.params, kept["output"][-1], model.config)
     np.testing.assert_allclose(again, logits, atol=1e-4)
 
 
@@ -83,7 +83,7 @@ def by_hand(model, x):
     """Attention and feed-forward of layer LAYER, numpy in float64, from the residual stream [T, H] of its
     input. Weights as their formats say they are, which test_formats holds against gguf."""
     c, a, T = model.config, model.config.attention, len(x)
-    (w,), (w_mlp,) = model.params.layers.attention, model.params.layers.mlp
+    (w,), (w_mlp,) = model.params.layers["attention"], model.params.layers["mlp"]
 
     def norm(x, gamma):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * np.asarray(gamma, np.float64)
@@ -187,9 +187,9 @@ def test_gradients_reach_the_attention_weights():
 def test_what_a_kernel_keeps_to_itself_and_what_is_split_over_devices():
     model = tiny()
     state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=0.0), 5)
-    (stored,) = state.cache.attention
+    (stored,) = state.cache.states["attention"]
     stored = stored.replace(impl="decode", prefill_impl="prefill_sm90")
-    on_kernels = state.replace(cache=state.cache.replace(attention=(stored,)))
+    on_kernels = state.replace(cache=state.cache.with_state("attention", 0, stored))
 
     def step(state, params=model.params, at=("pattern", "z")):
         tapping = bj.Taps(edit=lambda name, layer, x: x, at=at)
@@ -227,7 +227,14 @@ def test_an_edit_is_what_recomputation_says():
     np.testing.assert_array_equal(after["input"][: LAYER + 1], before["input"][: LAYER + 1])
     np.testing.assert_allclose(after[SITE][LAYER], before[SITE][LAYER] + vector, atol=1e-5)
     place = Place(
-        c.mlp, model.params.layers.mlp[0], 0, LAYER, c.rms_norm_eps, jnp.arange(len(IDS))[None], {}, len(IDS)
+        c.mlp,
+        model.params.layers["mlp"][0],
+        0,
+        LAYER,
+        c.rms_norm_eps,
+        jnp.arange(len(IDS))[None],
+        {},
+        len(IDS),
     )
     x, *_ = mlp.block((before[SITE][LAYER] + vector)[None], place, None, None)
     np.testing.assert_allclose(after["output"][LAYER], x[0], atol=1e-4)
@@ -322,3 +329,71 @@ def test_padding_does_not_poison_gradients():
 
     gradient = jax.jit(jax.grad(loss))(x)
     assert jnp.isfinite(gradient).all() and not gradient[1, 5:].any() and jnp.abs(gradient[1, :5]).min() > 0
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3:q1_0", "tiny-gemma3:q8_0", "tiny-qwen35:q8_0"])
+def test_some_layers_are_read_as_among_all(source):
+    """Taps with layers, and a forward that stops after some: what all layers' taps read there."""
+    model = tiny(source)
+    count = model.config.num_layers
+    logits, every = forward(model, taps=bj.Taps({"middle", "output"}))
+    tokens, lengths = jnp.asarray(IDS)[None], jnp.array([len(IDS)])
+    for layers in ([0], [count - 1], sorted({1, count // 2, count - 1}), range(count)):
+        picked = bj.Taps({"middle", "output"}, layers=layers)
+        same, some = forward(model, taps=picked)
+        np.testing.assert_allclose(same, logits, atol=1e-4)
+        for site in ("middle", "output"):
+            np.testing.assert_allclose(some[site], every[site][np.array(layers)], atol=1e-4)
+        stop = max(layers) + 1
+        options = {"taps": picked, "stop_at_layer": stop}
+        stream, some = bj.jitted.forward(model.params, tokens, lengths, model.config, logits=False, **options)
+        np.testing.assert_allclose(some["output"][:, 0], every["output"][np.array(layers)], atol=1e-4)
+        np.testing.assert_allclose(stream[0], every["output"][stop - 1], atol=1e-4)
+        lens, _ = bj.jitted.forward(model.params, tokens, lengths, model.config, **options)
+        np.testing.assert_allclose(lens, bj.unembed(model.params, stream, model.config), atol=1e-4)
+
+
+def test_layers_that_are_not_named_are_not_edited():
+    model = tiny()
+
+    def double(name, layer, x):
+        return 2 * x if name == "mlp" else x
+
+    def double_one(name, layer, x):
+        return jnp.where(layer == LAYER, 2 * x, x) if name == "mlp" else x
+
+    want, _ = forward(model, taps=bj.Taps(edit=double_one))
+    got, _ = forward(model, taps=bj.Taps(edit=double, layers=LAYER))
+    np.testing.assert_allclose(got, want, atol=1e-4)
+
+
+def test_a_forward_that_stops_early_has_neither_later_layers_nor_the_output_matrix():
+    model = tiny()
+    c, tokens, lengths = model.config, jnp.asarray(IDS)[None], jnp.array([len(IDS)])
+
+    def program(**options):
+        run = functools.partial(bj.forward, config=c, **options)
+        return str(jax.make_jaxpr(run)(model.params, tokens, lengths))
+
+    whole, one = program(), program(stop_at_layer=1, logits=False)
+    assert f"length={c.num_layers}" in whole and f"length={c.num_layers}" not in one and "length=1" in one
+    logits = f"f32[1,{len(IDS)},{c.vocab_size}]"
+    # The loop's body is the same in both, and has arrays of this width too.
+    assert whole.count(logits) > program(logits=False).count(logits)
+    assert one.count(logits) == program(logits=False).count(logits)
+
+
+def test_wrong_layers_are_refused():
+    model = tiny()
+    for layers, error in ((("a",), TypeError), ((), ValueError), (-1, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match="layers"):
+            bj.Taps("output", layers=layers)
+    count = model.config.num_layers
+    with pytest.raises(ValueError, match=f"layers has {count}; the layers that run are 0 to {count - 1}"):
+        forward(model, taps=bj.Taps("output", layers=count))
+    tokens, lengths = jnp.asarray(IDS)[None], jnp.array([len(IDS)])
+    for stop in (0, count + 1):
+        with pytest.raises(ValueError, match=f"stop_at_layer is {stop}"):
+            bj.forward(model.params, tokens, lengths, model.config, stop_at_layer=stop)
+    with pytest.raises(ValueError, match="expected"):
+        bj.unembed(model.params, jnp.zeros((2, 3)), model.config)

@@ -78,8 +78,8 @@ def test_generation_goes_on_as_if_it_had_never_stopped(tmp_path):
 def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
     model, rng = tiny(cache_dtype), np.random.default_rng(0)
     cache = bj.new_cache(model, 2, 64)
-    filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), cache.attention)
-    cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), attention=filled)
+    filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), cache.states)
+    cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), states=filled)
     bj.save_state(tmp_path / "cache", cache)
     # what another reader sees
     arrays = safetensors.numpy.load_file(tmp_path / "cache")
@@ -93,12 +93,12 @@ def test_a_cache_alone_and_the_kernels_of_this_process(tmp_path):
     cache, model = begun()[0].cache, tiny(impl="auto")
 
     def with_kernels(impl: str, prefill_impl: str):
-        (stored,) = cache.attention
-        return cache.replace(attention=(stored.replace(impl=impl, prefill_impl=prefill_impl),))
+        (stored,) = cache.states["attention"]
+        return cache.with_state("attention", 0, stored.replace(impl=impl, prefill_impl=prefill_impl))
 
     bj.save_state(tmp_path / "prefix", with_kernels("decode", "prefill_sm90"))  # as a GPU would have it
-    (own,) = bj.new_cache(model, 2, 64).attention
-    assert own.impl != cache.attention[0].impl
+    (own,) = bj.new_cache(model, 2, 64).states["attention"]
+    assert own.impl != cache.states["attention"][0].impl
     same(bj.load_state(tmp_path / "prefix", model), with_kernels(own.impl, own.prefill_impl))
 
 
@@ -247,7 +247,9 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), forward(model.params, *prompt), atol=1e-5)
     stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1).state
     np.testing.assert_array_equal(stepped.tokens, want.tokens)
-    np.testing.assert_allclose(stepped.cache.attention[0].k, want.cache.attention[0].k, atol=1e-5)
+    np.testing.assert_allclose(
+        stepped.cache.states["attention"][0].k, want.cache.states["attention"][0].k, atol=1e-5
+    )
 
 
 def test_weights_of_many_formats_are_exported():

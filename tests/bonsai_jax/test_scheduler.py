@@ -364,6 +364,24 @@ def test_a_request_that_is_cancelled_while_it_waits_does_not_start():
     assert [plan(s, requests), plan(s, requests)] == ["c[0:5] in 1x8", ""]
 
 
+def test_cancelling_many_waiting_requests_takes_no_time():
+    """Not each of them a walk over all others: 20,000 stalled an engine for seconds."""
+    s = scheduler()
+    requests = [Request([1], 1, priority=i % 3) for i in range(20_000)]
+    for request in requests:
+        s.add(request)
+    looked = []
+    order, Counted = Request.order, type("Counted", (Request,), {})
+    Counted.order = property(lambda self: looked.append(1) or order.fget(self))
+    for request in requests:
+        request.__class__ = Counted
+    for request in requests[5000:15_000]:
+        s.end(request)
+    assert len(looked) < 10_000 * 20 and len(s.waiting) == 10_000
+    assert set(s.waiting) == {*requests[:5000], *requests[15_000:]}
+    assert s.waiting == sorted(s.waiting, key=order.fget)
+
+
 def test_a_cancelled_request_leaves_only_what_it_has_computed():
     s = scheduler(shapes=[(1, 8)])
     requests = add(s, a=(LONG, 1))

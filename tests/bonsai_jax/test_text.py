@@ -5,6 +5,9 @@ prefill and one of decode, and so have four."""
 
 import dataclasses
 import functools
+import os
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,8 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.engine.answers import Reader
+from bonsai_jax.progress import said_after
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -79,6 +84,46 @@ def test_a_logits_processor_sees_every_draw():
     scores[:, ::2] = -np.inf
     scores[np.arange(1, 12), drawn[:-1]] = -np.inf
     assert drawn == scores.argmax(-1).tolist()
+
+
+NOTHING = "no token can be drawn: logits are NaN or infinite, or every token is banned; 2 were drawn before"
+
+
+@pytest.mark.parametrize("harm", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, bj.SamplingParams(seed=1)], ids=["greedy", "drawn"])
+def test_where_no_token_can_be_drawn_it_raises(harm, sampling):
+    """A greedy draw from NaN gave an id beyond the vocabulary; with every token banned token 0 was drawn."""
+    model, ids = tiny(), prompt(5)
+
+    def harmed(logits, state):
+        at_third = state.remaining == 4
+        harm_there = logits.at[:].set(harm) if harm < 0 else logits.at[:, 300].set(harm)
+        return jnp.where(at_third[:, None], harm_there, logits)
+
+    options = {"max_new_tokens": 6, "sampling": sampling, "ignore_eos": True, "logits_processor": harmed}
+    with pytest.raises(ValueError, match=NOTHING):
+        bj.generate(model, [ids, prompt(3)], **options)
+    streamed = bj.stream(model, ids, **options, speculate="ngram")
+    with pytest.raises(ValueError, match=NOTHING):
+        list(streamed)
+    state = bj.new_state(model, 1, 32, sampling, 6, ignore_eos=True)
+    arrays = model.params, state, jnp.array([ids]), jnp.array([5]), model.config
+    drawn = bj.generate_tokens(*arrays, size=6, logits_processor=harmed)
+    assert (drawn.tokens[0] >= 0).tolist() == [True] * 2 + [False] * 4 and drawn.state.remaining == 0
+    with pytest.raises(ValueError, match="no token can be drawn"):
+        bj.checked(bj.generate_tokens)(*arrays, size=6, logits_processor=harmed)
+
+
+@pytest.mark.parametrize("ended", ["length", "stop"])
+def test_a_stop_string_that_the_last_half_character_completes_is_cut(ended):
+    tokenizer = tiny().tokenizer
+    ids = [tokenizer.encode(c)[0] for c in "abc"]
+    half = next(i for i in range(256) if tokenizer.token_bytes(i) == b"\xe4")
+    reader = Reader(tokenizer, frozenset([500]), ["bc\ufffd"])
+    drawn = [*ids, half, *([500] if ended == "stop" else [])]
+    piece = reader.read(drawn, True)
+    assert (piece.text, piece.finish_reason) == ("a", "stop")
+    assert Reader(tokenizer, frozenset([500])).read(drawn, True).text == "abc\ufffd"
 
 
 def odd(logits, state):
@@ -150,17 +195,46 @@ def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
         assert outputs[i].tokens == whole.argmax(-1).tolist()
 
 
-def test_three_prompts_are_the_program_of_four():
+def test_other_numbers_and_lengths_of_prompts_run_the_same_programs():
     model = tiny()
 
-    def answer(rows, length):
-        bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
+    def answer(rows, length, new=2):
+        bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=new, sampling=GREEDY)
 
     answer(4, 20), answer(8, 31)
     before = programs()
-    for rows, length in ((3, 29), (5, 32), (6, 31), (7, 32)):
-        answer(rows, length)
+    for rows, length, new in ((3, 29, 2), (5, 32, 40), (6, 31, 2), (7, 32, 20)):
+        answer(rows, length, new)
     assert programs() == before
+
+
+def test_decode_is_compiled_while_the_prompt_is_read(monkeypatch):
+    """On a machine with cores to spare: each program is compiled once, decode in a thread of its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread().name)
+
+    processor = lambda logits, state: logits  # noqa: E731 - no other test has it, so nothing is compiled
+    how = {"max_new_tokens": 3, "sampling": GREEDY, "ignore_eos": True}
+    bj.generate(tiny(), [prompt(20, 3)], **how)  # compiles what is not a program of the engine
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        pieces = list(bj.stream(tiny(), prompt(20, 3), **how, logits_processor=processor))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert sum(len(piece.tokens) for piece in pieces) == 3
+    assert sorted(name.split("_")[0] for name in compiled) == ["MainThread", "bonsai-jax compile"]
+
+
+def test_a_long_compilation_is_said_on_stderr(capsys):
+    with said_after(0.05, "compiling something"):
+        time.sleep(0.5)
+    with said_after(30, "something quick"):
+        pass
+    assert capsys.readouterr().err == "bonsai-jax: compiling something ...\n"
 
 
 @pytest.mark.parametrize(
@@ -168,19 +242,19 @@ def test_three_prompts_are_the_program_of_four():
     [
         ({"sampling": {"temperature": 0.5}}, TypeError, r"sampling is a dict; give bj\.SamplingParams"),
         ({"sampling": [GREEDY, {}]}, TypeError, "sampling is a dict"),
-        ({"logprobs": -1}, ValueError, "logprobs is -1; give the number of alternatives, 0 to the .* 512"),
-        ({"logprobs": 513}, ValueError, "logprobs is 513; give the number of alternatives"),
+        ({"logprobs": -1}, ValueError, "logprobs is -1; it must be a whole number, 0 or more"),
+        ({"logprobs": 513}, ValueError, "logprobs is 513; it must be a whole number, 0 to 512"),
         ({"taps": "output"}, TypeError, r"taps is a str; give bj\.Taps\(edit="),
         ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens is 2.5; it must be a whole number"),
         ({"taps": bj.Taps({"output"})}, ValueError, r"taps: read names output, .*call bj\.forward"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"logprobs": 1.5}, ValueError, r"logprobs is 1\.5; give the number"),
+        ({"logprobs": 1.5}, ValueError, r"logprobs is 1\.5; it must be a whole number"),
         ({"stop": [5]}, TypeError, r"stop is \[5\]; give a text, or a list of texts"),
         ({"stop": b"x"}, TypeError, "stop is b'x'; give a text"),
         (
             {"logits_processor": lambda logits, state: logits[:, :5]},
             ValueError,
-            r"logits_processor: it returned shape \(2, 5\); expected logits of shape \(2, 512\)",
+            r"logits_processor: it returned shape \(1, 5\); expected logits of shape \(1, 512\)",
         ),
         ({"logits_processor": lambda logits, state: None}, ValueError, "logits_processor: it returned None"),
     ],
@@ -190,7 +264,50 @@ def test_options_that_cannot_be(options, error, message):
         bj.generate(tiny(), [[1, 2], [3]], **options)
 
 
-@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1.5, 2]], [None], [b"ab"], [{"a": 1}]])
+IDS = [7, 1, 300, 2]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        IDS,
+        tuple(IDS),
+        np.array(IDS),
+        np.array(IDS, np.uint16),
+        jnp.array(IDS),
+        list(np.array(IDS)),
+        [IDS],
+        np.array([IDS]),
+        [jnp.array(IDS)],
+        iter(IDS),
+    ],
+)
+def test_a_list_or_array_of_ids_is_one_prompt(one):
+    options = {"max_new_tokens": np.int64(3), "sampling": GREEDY, "ignore_eos": True, "logprobs": np.int8(1)}
+    (output,) = bj.generate(tiny(), one, **options)
+    streamed = bj.stream(tiny(), IDS, **options)
+    assert output.prompt_tokens == len(IDS)
+    assert output.tokens == [token for piece in streamed for token in piece.tokens]
+
+
+def test_prompts_may_be_texts_and_ids():
+    model, text = tiny(), "One"
+    prompts = [text, IDS, np.array(IDS), model.tokenizer.encode(text)]
+    outputs = bj.generate(model, prompts, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
+    assert outputs[0] == outputs[3] and outputs[1] == outputs[2]
+
+
+def test_an_encoded_chat_is_one_prompt():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = dataclasses.replace(tiny().tokenizer, chat_template=template)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    (output,) = bj.generate(tiny(), ids, max_new_tokens=2, sampling=GREEDY)
+    assert output.prompt_tokens == len(ids) > 1
+
+
+@pytest.mark.parametrize(
+    "prompts", [[True, 2, 3], [1, "a"], np.array([True]), [[1.5, 2]], [None], [b"ab"], [{"a": 1}]]
+)
 def test_prompts_that_cannot_be(prompts):
     with pytest.raises(TypeError, match=r"a prompt is .*; give a text, a list of token ids"):
         bj.generate(tiny(), prompts)
@@ -198,7 +315,7 @@ def test_prompts_that_cannot_be(prompts):
         next(bj.stream(tiny(), ["One", "Two"]))
 
 
-@pytest.mark.parametrize("prompts", [None, 5, {"One": 1}])
+@pytest.mark.parametrize("prompts", [None, 5, {"One": 1}, np.array(5), b"One"])
 def test_what_is_no_list_of_prompts(prompts):
     with pytest.raises(TypeError, match=r"prompts are a .*; give a text, or a list of prompts"):
         bj.generate(tiny(), prompts)

@@ -1,6 +1,8 @@
 """Files of tokenizers: what is wrong in GGUF metadata, and Hugging Face folders against GGUF files."""
 
+import copy
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -201,3 +203,68 @@ def test_broken_folders_name_the_file(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text("[")
     with pytest.raises(ValueError, match=r"tokenizer_config.json cannot be read"):
         Tokenizer.from_folder(tmp_path)
+
+
+# With the first the package tokenizers panics when it reads the file, with the second at the first text.
+BROKEN_NORMALIZERS = ["/////wAA", "BAAAAP////8AAA=="]
+
+
+@pytest.mark.parametrize("charsmap", BROKEN_NORMALIZERS)
+def test_a_panic_of_the_package_tokenizers_is_a_value_error(tmp_path, charsmap):
+    """PanicException is no Exception; one ended the whole process."""
+    hugging_face_folder(tmp_path, byte_level_metadata("qwen2"), add_bos=False)
+    path = tmp_path / "tokenizer.json"
+    normalizer = {"type": "Precompiled", "precompiled_charsmap": charsmap}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": normalizer}))
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: PanicException"):
+        Tokenizer.from_folder(tmp_path).encode("text")
+
+
+def test_a_damaged_tokenizer_json_is_a_value_error(tmp_path):
+    """Each value of the file, at any depth, replaced by values of other types, or removed."""
+    hugging_face_folder(tmp_path, byte_level_metadata("qwen2"), add_bos=True)
+    path = tmp_path / "tokenizer.json"
+    good = json.loads(path.read_text())
+    rng = np.random.default_rng(0)
+
+    def places(value, way=()):
+        yield way
+        entries = dict(enumerate(value)) if isinstance(value, list) else value
+        for key, item in [*entries.items()][:8] if isinstance(entries, dict) else ():
+            yield from places(item, (*way, key))
+
+    ways = [way for way in places(good) if way]
+    assert len(ways) > 40
+    for way in ways:
+        broken = json.loads(json.dumps(good))
+        inside = broken
+        for key in way[:-1]:
+            inside = inside[key]
+        damages = [None, 2**31, -1, "\u0000", [], {}, 1.5, True, "remove"]
+        if (damage := damages[rng.integers(len(damages))]) == "remove":
+            del inside[way[-1]]
+        else:
+            inside[way[-1]] = damage
+        path.write_text(json.dumps(broken))
+        try:
+            Tokenizer.from_folder(tmp_path).encode("Hello <|im_start|> 123")
+        except (ValueError, NotImplementedError) as error:
+            assert "tokenizer" in str(error), way
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "folder"])
+def test_tokenizers_are_pickled(tmp_path, kind):
+    if kind == "folder":
+        hugging_face_folder(tmp_path, byte_level_metadata("qwen2"), add_bos=True)
+        ours = Tokenizer.from_folder(tmp_path)
+    else:
+        ours = Tokenizer.from_gguf(
+            byte_level_metadata("qwen2") if kind == "gpt2" else sentencepiece_metadata()
+        )
+    ours.encode("<|im_start|>", parse_special=False)
+    for other in (pickle.loads(pickle.dumps(ours)), copy.deepcopy(ours)):
+        for text in TEXTS:
+            for parse_special in (True, False):
+                ids = ours.encode(text, parse_special=parse_special)
+                assert other.encode(text, parse_special=parse_special) == ids
+                assert other.decode(ids) == ours.decode(ids)

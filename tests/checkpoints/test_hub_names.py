@@ -161,6 +161,31 @@ def test_names_of_the_hub(name):
 
 
 @pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("hf.co/user/repo", "user/repo"),
+        ("hf.co/user/repo:Q4_K_M", "user/repo:Q4_K_M"),
+        ("https://huggingface.co/user/repo/", "user/repo"),
+        ("https://huggingface.co/user/repo/tree/main", "user/repo"),
+        ("HTTPS://HuggingFace.co/user/repo/blob/main/x-Q4_K_M.gguf", "user/repo:x-Q4_K_M.gguf"),
+        ("https://hf.co/user/repo/resolve/main/BF16/x.gguf?download=true", "user/repo:BF16/x.gguf"),
+    ],
+)
+def test_addresses_of_the_hub(address, name):
+    assert is_hub_name(address) and names.is_address(address)
+    assert names.parse(address) == names.parse(name)
+    files = dict.fromkeys([*UNSLOTH, "x-Q4_K_M.gguf", "BF16/x.gguf"], GB)
+    if name.endswith(".gguf"):
+        assert names.choose(address, files) == [name.partition(":")[2]]
+
+
+@pytest.mark.parametrize("address", ["hf.co/user", "https://huggingface.co/user/repo/tree/dev", "hf.co/"])
+def test_other_addresses_of_the_hub_are_refused(address):
+    with pytest.raises(CheckpointError, match=r"not a name on the Hub; .* in its branch main"):
+        names.parse(address)
+
+
+@pytest.mark.parametrize(
     "name",
     ["repo", "../repo", "/user/repo", "a/b/c", "user/repo:", "user/..", "a b/c", "./x", "~/x", "a/b:/c"],
 )

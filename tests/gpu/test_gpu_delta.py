@@ -57,7 +57,10 @@ def test_a_model_of_both_kinds_of_layers_is_near_its_definition():
     )
     want = bj.logits(exact, ids)
     cache, got = bj.new_cache(fast, 1, 256), []
-    assert (cache.delta_net[0].impl, cache.delta_net[0].prefill_impl) == ("delta_step", "delta_chunks")
+    assert (cache.states["delta_net"][0].impl, cache.states["delta_net"][0].prefill_impl) == (
+        "delta_step",
+        "delta_chunks",
+    )
     for piece in (ids[:200], *([token] for token in ids[200:])):
         tokens, lengths = jnp.array([piece], jnp.int32), jnp.array([len(piece)], jnp.int32)
         out, cache = jitted.extend(fast.params, cache, tokens, lengths, fast.config)
@@ -94,7 +97,7 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
 @pytest.fixture
 def folded(monkeypatch):
     monkeypatch.setitem(
-        synth._MODELS, "tiny-qwen35", dataclasses.replace(synth._MODELS["tiny-qwen35"], folded=128)
+        synth.MODELS, "tiny-qwen35", dataclasses.replace(synth.MODELS["tiny-qwen35"], folded=128)
     )
     return lambda **options: bj.load("synth:tiny-qwen35:pq2_0", bj.RunConfig(**options))
 
@@ -111,7 +114,7 @@ def test_a_step_of_two_launches_a_layer_is_that_of_launches(folded, rows):
 def test_a_folded_model_reads_a_prompt_as_its_definition(folded):
     """Prompts of 9 rows and more are multiplied in 16 bits, steps in 8: near, as unfolded ones are."""
     fast, exact = (folded(impl=impl) for impl in ("auto", "reference"))
-    assert fast.params.layers.mlp[0].down.parts[0].rotation.block == 128
+    assert fast.params.layers["mlp"][0].down.parts[0].rotation.block == 128
     ids = np.random.default_rng(3).integers(0, 300, 64).tolist()
     kl = divergence(*(log_softmax(bj.logits(model, ids)) for model in (exact, fast)))
     print(f"KL {kl.mean():.1e}")

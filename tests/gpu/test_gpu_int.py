@@ -232,7 +232,7 @@ def test_steps_through_kernels_are_near_the_exact_definition(source, bits, limit
     ids = np.random.default_rng(3).integers(0, 256, 40).tolist()
     run = bj.RunConfig(cache_dtype="float32", activation_bits=bits)
     kernels = bj.load(source, run)
-    assert all(part.tiled for part in kernels.params.layers.mlp[0].down.parts)
+    assert all(part.tiled for part in kernels.params.layers["mlp"][0].down.parts)
     exact = bj.logits(bj.load(source, dataclasses.replace(run, impl="reference")), ids)
     assert exact.std() > 2
     kl = divergence(log_softmax(exact), log_p_of_steps(kernels, [ids])[0]).mean()

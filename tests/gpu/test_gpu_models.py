@@ -23,7 +23,7 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
     ids = np.random.default_rng(3).integers(0, 256, 40).tolist()
     run = bj.RunConfig(cache_dtype="float32", activation_bits=bits, schedule=schedule)
     kernels = bj.load(f"synth:{name}:q1_0", run)
-    assert kernels.params.layers.attention[0].qkv[0].parts[0].tiled
+    assert kernels.params.layers["attention"][0].qkv[0].parts[0].tiled
     assert kernels.params.step.schedule(1) == schedule
     exact = dataclasses.replace(run, impl="reference", schedule="auto")
     exact = bj.logits(bj.load(f"synth:{name}:q1_0", exact), ids)
@@ -130,7 +130,7 @@ def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits, f
     in four of six texts, at 0.008 to 0.039 nats.)
     """
     model = bj.load(f"synth:tiny-llama:{format}", bj.RunConfig(activation_bits=bits, context=8192))
-    assert model.params.layers.attention[0].o.parts[0].products.kernel(64).endswith("prefill_sm90")
+    assert model.params.layers["attention"][0].o.parts[0].products.kernel(64).endswith("prefill_sm90")
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     found = prefill_from_steps(model, ids, 48)
     near = NEAR_TIE if bits == 16 else max(NEAR_TIE, 4 * (2 * found.kl) ** 0.5)
@@ -150,7 +150,7 @@ def padded(prompts):
 def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
     """At a fixed number of rows; other rows differ in prompt, length, seed and end."""
     model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(page_size=16))
-    assert model.params.layers.attention[0].qkv[0].parts[0].tiled
+    assert model.params.layers["attention"][0].qkv[0].parts[0].tiled
     draw = lambda n, seed: np.random.default_rng(seed).integers(0, 256, n).tolist()  # noqa: E731
     mine, runs = draw(20, 5), []
     for seed, lengths, limits in ((6, (3, 31), (32, 32)), (7, (32, 18), (2, 9)), (8, (1, 1), (1, 32))):
@@ -160,7 +160,7 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
         state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)
         state = jitted.prefill(model.params, state, *padded(prompts), model.config).state
         state, drawn, _ = jitted.decode(model.params, state, model.config, limit=24, size=24)
-        (keys,), pages = state.cache.attention, state.cache.block_table[1]
+        (keys,), pages = state.cache.states["attention"], state.cache.block_table[1]
         runs.append((drawn[1], keys.k[:, pages], keys.v[:, pages]))
     for other in runs[1:]:
         for one, another in zip(runs[0], other, strict=True):
@@ -171,9 +171,9 @@ def test_kernel_steps_update_the_cache_in_place():
     model = bj.load("synth:tiny-qwen3:q1_0")
     state = bj.new_state(model, 1, 2048, bj.SamplingParams(temperature=0.0), 64, ignore_eos=True)
     state = jitted.prefill(model.params, state, *padded([list(range(20))]), model.config).state
-    (keys,) = state.cache.attention
+    (keys,) = state.cache.states["attention"]
     before = keys.k.unsafe_buffer_pointer()
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < keys.k.nbytes
     after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
-    assert keys.k.is_deleted() and after.cache.attention[0].k.unsafe_buffer_pointer() == before
+    assert keys.k.is_deleted() and after.cache.states["attention"][0].k.unsafe_buffer_pointer() == before

@@ -25,13 +25,13 @@ from pallas_kernels import problems, selection
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
 plan = load_plans.plan(architectures.describe(open_checkpoint(source)), model.run)
-matrices = [matrix for stack in plan.stacks for part in stack.parts for matrix in part]
+matrices = [piece.matrix for stack in plan.stacks if stack.kind for piece in stack.pieces]
 dense = {m.products.kernel(rows * tokens) for m in matrices if not m.experts}
 experts = {plan.kernel(m, rows * tokens) for m in matrices if m.experts}
-heads = {m.fields[0]: m.products.kernel(rows) for _, m in plan.matrices}
+heads = {s.array: s.pieces[0].matrix.products.kernel(rows) for s in plan.stacks if s.kind is None}
 head = {heads.get("head", heads["embed"])}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
-(keys,) = state.cache.attention
+(keys,) = state.cache.states["attention"]
 attends = keys.impl if tokens == 1 else keys.prefill_impl
 prompt, lengths = jnp.ones((rows, max(tokens, 8)), jnp.int32), jnp.full(rows, max(tokens, 8), jnp.int32)
 prefill = jax.jit(bj.prefill, static_argnames="config")

@@ -27,8 +27,8 @@ def models():
     """The same weights by kernels and by the reference: layers and vocabulary of the 8B are fewer, and all
     else is as it is."""
     with pytest.MonkeyPatch.context() as patch:
-        few = dataclasses.replace(synth._MODELS["bonsai-8b"], layers=2, vocab=2048, specials=2000)
-        patch.setitem(synth._MODELS, "few-8b", few)
+        few = dataclasses.replace(synth.MODELS["bonsai-8b"], layers=2, vocab=2048, specials=2000)
+        patch.setitem(synth.MODELS, "few-8b", few)
         load = lambda impl: bj.load(  # noqa: E731
             "synth:few-8b:q1_0",
             bj.RunConfig(impl=impl, cache_dtype="float32", batch_size=MOST, context=CONTEXT),

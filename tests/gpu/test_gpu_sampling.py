@@ -85,3 +85,17 @@ def test_penalties_of_a_row_are_no_other_rows():
         jnp.asarray(logits), r, jnp.zeros((2, 2), jnp.uint32), jnp.zeros(2, jnp.int32), impl="two_launches"
     )
     assert drawn[0].tolist() == [17, 99]
+
+
+def test_a_row_that_is_not_finite_draws_no_token():
+    """All settings, each beside a row that is as it should be."""
+    vocabulary, rows = 49152, 2 * len(SETTINGS)
+    r = rules([setting for setting in SETTINGS for _ in range(2)], vocabulary)
+    f = jax.jit(draw, static_argnames="impl")
+    for harm in (np.nan, -np.nan, np.inf, -np.inf):
+        logits = np.random.default_rng(0).normal(0, 3, (rows, vocabulary)).astype(np.float32)
+        logits[::2, slice(None) if harm == -np.inf else [77, 40000]] = harm
+        keys = jnp.ones((rows, 2), jnp.uint32)
+        drawn, seen, counts = f(jnp.asarray(logits), r, keys, jnp.arange(rows), impl="two_launches")
+        assert (drawn[::2] == -1).all() and (drawn[1::2] >= 0).all()
+        assert not seen[::2].any() and not counts[::2].any() and (counts[1::2].sum(1) == 1).all()

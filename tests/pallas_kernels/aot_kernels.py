@@ -109,8 +109,7 @@ def many_rows(n, k, matrices, rows, bits=8):
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
 
     def f(q, scale, weights, layer, residual):
-        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
-        return bit_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
+        return bit_prefill_sm90(q, scale, weights, layer, n, residual)
 
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
@@ -120,10 +119,7 @@ def many_rows_of_integers(format, n, k, matrices, rows, activation=SILU):
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 and n == 4096 else None
 
     def f(a, scale, weights, layer, residual):
-        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
-        return int_prefill_sm90(
-            a, scale, weights, layer, n, residual, format=format, activation=activation, **gpu
-        )
+        return int_prefill_sm90(a, scale, weights, layer, n, residual, format=format, activation=activation)
 
     a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
@@ -160,7 +156,7 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, act
     def f(x, weights, gamma, residual, rotation):
         return int_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            rotation=rotation, activation=activation, activation_bits=bits, shared=device.shared_bytes(),
+            rotation=rotation, activation=activation, activation_bits=bits,
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
@@ -293,7 +289,7 @@ def experts(format, n, k, matrices, tiles, rows):
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
-    return functools.partial(int_experts.int_experts, format=format, shared=device.shared_bytes()), arguments
+    return functools.partial(int_experts.int_experts, format=format), arguments
 
 
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):

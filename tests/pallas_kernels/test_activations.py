@@ -117,7 +117,6 @@ def test_decode_of_2_to_8_bits(activation, format, rows):
     with lockstep():
         got = int_decode.int_decode(
             x, ((gate.tiled.fields, up.tiled.fields),), None, formats_of=(format,), activation=activation,
-            shared=220 * 1024,
         )  # fmt: skip
     want = DEFINITIONS[activation](*(np.float64(x) @ np.float64(w.dense[0]).T for w in (gate, up)))
     assert error(got, want) < 1e-5

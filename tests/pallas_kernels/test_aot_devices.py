@@ -1,5 +1,7 @@
 """What several GPUs run compiles for them, and a device makes no more than its share of a weight."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,18 +22,19 @@ pytestmark = pytest.mark.aot
 
 def test_a_device_makes_its_share_of_a_weight_only():
     mesh, description = gpu_mesh(4), architectures.describe(open_checkpoint("synth:llama-70b:q4_k_m"))
-    config = description.config
-    placement = Placement(mesh, config)
+    placement = Placement(mesh)
+    config = dataclasses.replace(description.config, layers=description.config.layers[:1])
     with as_on_a_gpu((9, 0)):
         for spec in (spec for spec in description.tensors if spec.field in ("gate", "down")):
             t = description.tensors[spec][0]
             run = bj.RunConfig(weights="packed", cache_dtype="float16")
-            member = load_plans._member(spec, config.mlp, t, run, placement, None)
-            matrix = load_plans._matrix((member,), run, mixed=False)
-            assert matrix.products.tiled and member.share
+            alone = dataclasses.replace(description, config=config, tensors={spec: {0: t}})
+            (stack,) = load_plans.planned(alone, run, placement).stacks
+            recipe = reading.Recipe(stack.pieces[0].matrix, tuple(stack.members))
+            assert recipe.matrix.products.tiled and recipe.share
 
-            def make(seed, mean, std, matrix=matrix, member=member):
-                return reading._make(((seed, mean, std),), matrix, (member,), placement)
+            def make(seed, mean, std, recipe=recipe):
+                return placement.made(recipe, ((seed, mean, std),))
 
             scalars = [((), jnp.uint32, P()), ((), jnp.float32, P()), ((), jnp.float32, P())]
             compiled = compile_for_mesh(make, mesh, *scalars)

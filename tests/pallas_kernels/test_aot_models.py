@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import bonsai_jax as bj
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.network import decoder
+from bonsai_jax.research import reading, score
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
@@ -30,7 +32,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
     """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-    assert params.layers.mlp[0].down.parts[0].tiled and state.cache.attention[0].impl == "decode"
+    assert params.layers["mlp"][0].down.parts[0].tiled and state.cache.states["attention"][0].impl == "decode"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
         lambda params, state: step(params, state, limit=8),
@@ -39,7 +41,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
         compute_capability=capability,
         donate_argnums=1,
     )
-    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.attention))
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.states["attention"]))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
@@ -87,7 +89,7 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
         def read(columns, q, cache):
             chunk = on_device.unpacked(columns, layout)
             positions = chunk["first"][:, None] + jnp.arange(tokens)
-            (keys,) = cache.attention
+            (keys,) = cache.states["attention"]
             return prefill_sm90.prefill_attention(q, keys.k, keys.v, chunk["table"], positions, 0)
 
         columns = jax.ShapeDtypeStruct((1, layout.itemsize // 4), jnp.int32)
@@ -142,7 +144,7 @@ def test_the_8b_step_reads_its_weights_in_place():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q1_0", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
 
 
@@ -155,14 +157,14 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q4_K_M, 2 rows", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 16e6
 
 
 def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     """Bonsai 2 27B's first four layers, three with a delta net: what rotates is within products."""
-    four = dataclasses.replace(synth._MODELS["bonsai-2-27b"], layers=4)
-    monkeypatch.setitem(synth._MODELS, "bonsai-2-27b", four)
+    four = dataclasses.replace(synth.MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-2-27b", four)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-2-27b:ptq1_0")
         compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
@@ -170,7 +172,7 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2e6
-    (delta,), (attention,) = state.cache.delta_net, state.cache.attention
+    (delta,), (attention,) = state.cache.states["delta_net"], state.cache.states["attention"]
     assert memory.alias_size_in_bytes >= 4 * delta.s.size + 2 * 2 * attention.k.size
 
 
@@ -178,8 +180,8 @@ def test_experts_are_read_in_place(monkeypatch):
     """Of a step in one launch, of one of two rows and of 512 tokens: no stack is copied, and no
     layer's experts are dequantized. Layers of Qwen3-30B-A3B, but two, whose down differ in format."""
     layers = 2
-    few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=layers, vocab=2048, specials=2000)
-    monkeypatch.setitem(synth._MODELS, "few-a3b", few)
+    few = dataclasses.replace(synth.MODELS["qwen3-30b-a3b"], layers=layers, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth.MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-a3b:q4_k_m")
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -191,7 +193,7 @@ def test_experts_are_read_in_place(monkeypatch):
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
-    (experts,) = params.layers.experts
+    (experts,) = params.layers["experts"]
     assert len(experts.down.parts) == layers
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts.up)) // layers
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
@@ -210,14 +212,39 @@ def test_logits_after_every_token_compile(source):
     with as_on_a_gpu((9, 0)):
         params, _, config = shapes(source, context=512)
         x = jax.ShapeDtypeStruct((1, 512, config.hidden), jnp.float32)
-        compile_for_gpu(lambda params, x: decoder.logits(params, x, config), params, x)
+        compile_for_gpu(lambda params, x: decoder.unembed(params, x, config), params, x)
+
+
+def test_scores_and_harvests_compile():
+    """Rows of a few tokens behind copies of their prompts, tokens scored in several blocks, and the layers up
+    to a tapped one, without the others' weights."""
+    source, layer = "synth:bonsai-1.7b:q1_0", 5
+    taps = bj.Taps("output", layers=layer)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(source, rows=24, context=128)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        compile_for_gpu(
+            lambda *arrays: reading.branch_states(*arrays, config),
+            params, state.cache, ints(24), ints(64), ints(64, 12), ints(64),
+        )  # fmt: skip
+        compile_for_gpu(
+            lambda *arrays: score.token_scores(*arrays, config),
+            params, jax.ShapeDtypeStruct((64, 12, config.hidden), jnp.float32), ints(512, 3),
+        )  # fmt: skip
+        harvested = compile_for_gpu(
+            lambda *arrays: reading.hidden_states(*arrays, config, taps=taps, stop_at_layer=layer + 1),
+            params, state.cache, ints(24, 80), ints(24), donate_argnums=1,
+        )  # fmt: skip
+    shapes_out = [leaf.shape for leaf in jax.tree.leaves(harvested.out_info)]
+    assert (1, 24, 80, config.hidden) in shapes_out
+    assert "prefill_sm90" in harvested.as_text()
 
 
 def check_prefill(source, capability, cache_dtype="bfloat16"):
     """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-        assert state.cache.attention[0].prefill_impl == (
+        assert state.cache.states["attention"][0].prefill_impl == (
             "prefill_sm90" if capability == (9, 0) else "prefill_sm80"
         )
         tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -239,22 +266,22 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
-    assert params.layers.mlp[0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
-    assert state.cache.attention[0].prefill_impl == "prefill_sm90"
+    assert params.layers["mlp"][0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
+    assert state.cache.states["attention"][0].prefill_impl == "prefill_sm90"
     tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = compile_for_gpu(
         lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
     )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 0.3e9
 
 
 def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
-    assert {part.products.kernel(512) for part in params.layers.mlp[0].down.parts} == {"cublas"}
+    assert {part.products.kernel(512) for part in params.layers["mlp"][0].down.parts} == {"cublas"}
     tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def read(params, cache, tokens, lengths):

@@ -163,7 +163,7 @@ def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k
     tiles, shared = grouped.tiles_for(tokens * 8, 128), 227 * 1024
     assert tiles.tokens % tiles.stored == 0 and tiles.stored % 16 == 0 and tiles.tokens <= 256
     words, scales = tile_words(format), int_float16.bytes_of_scales(formats.get(format).LANES)
-    plan = int_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
+    plan = int_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, tiles)
     assert int_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
     assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
     assert 2 <= plan.slots <= int_prefill_plan.STEPS * k // 256

@@ -96,7 +96,7 @@ def test_a_file_is_read_planned_inspected_and_run(tmp_path):
         model = bj.load(str(file), bj.RunConfig(activation_bits=16, batch_size=1))
         cache = bj.new_cache(model, 1, 32)
         logits.append(bj.jitted.extend(model.params, cache, ids, np.array([12]), model.config)[0])
-        matrices = leaves(model.params.layers.attention[0].o)
+        matrices = leaves(model.params.layers["attention"][0].o)
         assert {w.format for w in matrices} == {"q6_g64" if file == path else "f32"}
         assert file != path or all(w.products.kernel(1) == "cpu" for w in matrices)
     np.testing.assert_allclose(*map(np.asarray, logits), atol=2e-4)

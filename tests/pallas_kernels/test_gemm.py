@@ -111,7 +111,7 @@ def tile_words(format):
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
     format_lanes, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
     scales = int_float16.bytes_of_scales(format_lanes)
-    plan = int_prefill_plan.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
+    plan = int_prefill_plan.planned(m, n // 16, 16, matrices, words, scales)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     of_tile = 4 * int_prefill_plan.WEIGHT_SLOTS * sum(words) + matrices * scales
     stages = warpgroups * int_prefill_plan.STAGES * stored * 64 // matrices * 4
@@ -129,8 +129,6 @@ def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
         (512, 4096, 4096, 1, 0.95),
         *((m, n, k, 1, 0.7) for m in (16, 64, 256) for n, k in ((6144, 4096), (4096, 4096), (4096, 12288))),
     ]:
-        warpgroups, tokens, splits, _ = bit_prefill_sm90.planned(
-            m, n, k // 512, matrices, planes=1, multiprocessors=132, shared=227 * 1024
-        )
+        warpgroups, tokens, splits, _ = bit_prefill_sm90.planned(m, n, k // 512, matrices, planes=1)
         count = -(-m // tokens) * -(-n // (64 * warpgroups // matrices)) * splits
         assert count / (-(-count // 132) * 132) > least, (m, n, k)

@@ -87,7 +87,7 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
         got = int_decode.int_decode(
             x, fields, None if index is None else np.array([index, index], np.int32),
             formats_of=tuple(f for f, _ in parts), gamma=gamma if normed else None, eps=1e-6,
-            residual=residual if kind == "added" else None, activation_bits=bits, shared=220 * 1024,
+            residual=residual if kind == "added" else None, activation_bits=bits,
         )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
@@ -121,7 +121,7 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
         got = int_decode.int_decode(
             x, (tuple(w.tiled.fields for w in weights),), np.array([1, 1], np.int32), formats_of=("ptq1_0",),
             gamma=gamma if normed else None, eps=1e-6, residual=residual, rotation=rotation,
-            activation_bits=bits, shared=220 * 1024,
+            activation_bits=bits,
         )  # fmt: skip
     want = want if residual is None else want + residual
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)

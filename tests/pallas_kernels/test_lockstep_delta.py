@@ -147,25 +147,23 @@ def test_a_layer_is_the_same_by_kernels(tokens):
     model = bj.load("synth:tiny-qwen35:f32", bj.RunConfig(page_size=16, impl="reference"))
     config, rng = model.config, np.random.default_rng(0)
     cache = bj.new_cache(model, 2, 16)
-    (state,) = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta_net)
+    (state,) = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.states["delta_net"])
     x = jnp.asarray(rng.standard_normal((2, tokens, config.hidden)), jnp.float32)
     positions = jnp.array([[9], [0]], jnp.int32) + jnp.arange(tokens, dtype=jnp.int32)
 
-    def run(x, params, cache, positions):
-        weights = params.layers.delta_net[0]
+    def run(x, params, state, positions):
+        weights = params.layers["delta_net"][0]
         place = Place(config.delta_net, weights, 0, 2, config.rms_norm_eps, positions, {}, 16)
-        y, cache, _ = kind.block(x, place, cache, None)
-        return y, cache
+        y, state, _ = kind.block(x, place, state, None)
+        return y, state
 
     results = []
     for impl, prefill_impl in (("reference", "reference"), ("delta_step", "delta_chunks")):
         before = jax.tree.map(jnp.asarray, state).replace(impl=impl, prefill_impl=prefill_impl)
         with lockstep():
-            y, after = (jax.jit(run) if impl == "reference" else run)(
-                x, model.params, cache.replace(delta_net=(before,)), positions
-            )
-        assert after.delta_net[0].impl == impl
-        results.append((y, after.delta_net[0].s))
+            y, after = (jax.jit(run) if impl == "reference" else run)(x, model.params, before, positions)
+        assert after.impl == impl
+        results.append((y, after.s))
     for got, want in zip(*results[::-1], strict=True):
         error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert error < (1e-6 if tokens == 1 else TF32)

@@ -102,7 +102,6 @@ def test_products_in_one_launch_are_those_of_launches(case):
                     rotation=rotations[number],
                     activation=activation,
                     activation_bits=bits,
-                    shared=227 * 1024,
                 )
             )
 

@@ -100,6 +100,29 @@ def test_one_token_is_allowed(row):
     assert check(logits, rules([row] * 2, vocabulary)).tolist() == allowed
 
 
+def test_a_row_that_is_not_finite_or_has_nothing_allowed_draws_no_token():
+    """Whatever the way: by groups, among candidates, among all. Other rows draw as ever."""
+    vocabulary, rng = 1430, np.random.default_rng(2)
+    ways = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 4},
+        {"top_k": 4, "top_p": 0.5},
+        {"top_p": 0.9},
+        {"min_p": 0.1},
+    ]
+    ways += [{"top_k": 1000}, {"top_k": 1000, "top_p": 0.7}]
+    for harm in (np.nan, np.inf, -np.inf):
+        logits = rng.normal(0, 2, (2 * len(ways), vocabulary)).astype(np.float32)
+        harmed = slice(None) if harm == -np.inf else [7, 900]
+        logits[::2, harmed] = harm
+        drawn = check(logits, rules([way for way in ways for _ in range(2)], vocabulary))
+        assert (drawn[::2] == -1).all() and (drawn[1::2] >= 0).all()
+    logits = rng.normal(0, 2, (len(ways), vocabulary)).astype(np.float32)
+    nothing = rules(ways, vocabulary)._replace(allowed=jnp.zeros((len(ways), 45), jnp.uint32))
+    assert (check(logits, nothing) == -1).all()
+
+
 def test_tokens_that_are_allowed():
     """Bits of 45 words, with some behind the vocabulary; a twentieth of the tokens."""
     vocabulary, rng = 1430, np.random.default_rng(1)

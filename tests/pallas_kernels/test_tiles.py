@@ -154,7 +154,7 @@ def test_what_lanes_read_is_the_weights(format):
 )
 def test_a_plan_gives_every_tile_to_one_block(parts, rows):
     fields = [(shapes(f, n, 4096),) for f, n in parts]
-    planned = int_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
+    planned = int_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8)
     assert planned is not None and sum(part.blocks for part in planned.parts) <= device.multiprocessors()
     tiles, blocks = [], []
     for part in planned.parts:

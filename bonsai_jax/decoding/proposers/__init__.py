@@ -4,8 +4,10 @@ A proposer module defines
 
     propose(params, state, config, count)  -> int32 [B, count], state: the tokens that it expects after each
                            row's newest token, then NO_TOKEN. Pure and traced. It may read all of the State,
-                           and change the draft layer's part of the cache
-    DRAFTS                 whether it needs the draft layer (RunConfig.draft)
+                           and change State.speculation.draft
+    DRAFTS                 whether it needs the draft layer (RunConfig.draft). If so, also
+    follow(params, state, hidden, tokens, positions, config)  -> State.speculation.draft after the tokens at
+                           these positions (-1: none), which the model has read; hidden: what it made of them
 
 A wrong proposal costs time but does not change the text. `get(name)` imports by file name, so a new file is a
 new proposer.
@@ -23,6 +25,8 @@ def names() -> list[str]:
 
 def get(name: str) -> ModuleType:
     """The module of a proposer. Raises NotImplementedError, with the list, for another name."""
+    if not isinstance(name, str):
+        raise TypeError(f"speculate is a {type(name).__name__}; give one of {', '.join(names())}")
     if name not in names():
         raise NotImplementedError(f"speculate is {name!r}; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")

@@ -1,12 +1,14 @@
-"""Proposals from the file's draft layer (draft.py)."""
+"""Proposals from the file's draft layer (network/draft.py)."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import draft
+from bonsai_jax.network.draft import DraftState
 
 DRAFTS = True
 MOST = 3  # tokens: the layer was trained to predict one, and is less sure of each that follows
@@ -15,7 +17,22 @@ MOST = 3  # tokens: the layer was trained to predict one, and is less sure of ea
 def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
     """The draft layer's likeliest tokens, up to MOST, whatever the row's sampling, and the state with the
     layer's keys and values."""
-    drafted = min(count, MOST)
-    tokens, cache = draft.foresee(params, state.cache, state.tokens, state.remaining > 0, drafted, config)
+    drafted, running, s = min(count, MOST), state.remaining > 0, state.speculation
+    tokens, own = draft.foresee(
+        params, params.draft, s.draft, state.cache, state.tokens, running, drafted, config
+    )
     proposals = jnp.pad(tokens, ((0, 0), (0, count - drafted)), constant_values=NO_TOKEN)
-    return proposals, state.replace(cache=cache)
+    return proposals, state.replace(speculation=s.replace(draft=own))
+
+
+def follow(
+    params: Any,
+    state: Any,
+    hidden: Float[Array, "B T H"],
+    tokens: jax.Array,
+    positions: Int[Array, "B T"],
+    config: Any,
+) -> DraftState:
+    """The draft layer's state after these tokens."""
+    own, cache = state.speculation.draft, state.cache
+    return draft.follow(params, params.draft, own, cache, hidden, tokens, positions, config)

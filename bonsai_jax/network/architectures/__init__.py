@@ -17,7 +17,7 @@ from types import ModuleType
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.weights import specs
 from bonsai_jax.weights.specs import Description
-from checkpoints import Checkpoint, CheckpointError
+from checkpoints import Checkpoint, CheckpointError, folding
 
 # Model types that are another architecture under their own name.
 ALIASES = {
@@ -51,8 +51,9 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
     """
     module = _module(checkpoint)
     config = _config(checkpoint, module)
-    config = specs.with_draft(checkpoint, config) if draft else config
-    return specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()))
+    fold = folding(checkpoint)
+    config = specs.with_draft(checkpoint, config, fold) if draft else config
+    return specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()), fold)
 
 
 def config_of(checkpoint: Checkpoint) -> ModelConfig:

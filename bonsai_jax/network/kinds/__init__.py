@@ -1,21 +1,30 @@
 """Kinds of half a layer, one file each: what mixes tokens (attention, delta_net) and what mixes channels
-(mlp, experts). A file holds everything that knows its kind:
+(mlp, plain_mlp, experts). A file holds everything that knows its kind:
 
     a dataclass   its settings, which an architecture gives per layer: `kind`, the file's name; `for_device`,
-                  `runs` and `refuses_split` say how devices split it; for what mixes tokens also
-                  `bytes_per_token`, `bytes_per_row` and `scratch_bytes` of the cache, and `problems`, from
-                  which kernels are chosen
+                  `runs` and `refuses_split` say how devices split it; for what mixes channels also `ffn`, the
+                  width of the hidden vector
     TENSORS       the tensors that it may have, each with its usual names in GGUF and Hugging Face files;
                   `tensors(...)` picks those that an architecture has
     Weights       the arrays that they become, stacked over the layers of a group (ModelConfig.groups)
-    State         what the cache keeps for it, and AXES, how devices split that; `empty(...)` makes one. For
-                  what mixes tokens
     PRODUCTS      the arrays that fused launches multiply with (network/fused.py); None: none computes it
     SITES         its taps (network/taps.py)
-    block         (x, place, cache, workspace) -> (x, cache, workspace): the computation and its residual
+    block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
+    phases        settings -> the parts of `block` that measure/profile.py times (phases.py)
 
-`get(name)` imports by file name, so a new file is a new kind; network/params.py and network/cache.py have a
-field for each.
+What mixes tokens has also
+
+    its settings  `bytes_per_token`, `bytes_per_row` and `scratch_bytes` of the cache; `bytes_read` and
+                  `operations` of a step; `output_width`; `problems`, for one token of each sequence and for
+                  many, the `impls` that are asked for, and the `kernels` chosen
+    State         what the cache stores for it, with what the engine, files and speculation do with that
+                  (state.py), and AXES, how devices split it
+    empty         (settings, layers, run, room) -> State
+    replay        (updates, place, state) -> State, where State.recurrent: speculation reads tokens without
+                  updating the state (Place.updates), and then applies the updates of those accepted
+
+`get(name)` imports by file name, so a new file is a new kind once its name is in NAMES. Weights and states
+are stored by this name: params.layers["attention"], cache.states["attention"].
 """
 
 import dataclasses
@@ -24,7 +33,7 @@ from types import ModuleType
 
 from bonsai_jax.weights.specs import Spec
 
-NAMES = ("attention", "delta_net", "mlp", "experts")
+NAMES = ("attention", "delta_net", "mlp", "plain_mlp", "experts")
 
 
 def get(name: str) -> ModuleType:

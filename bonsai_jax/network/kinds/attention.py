@@ -6,14 +6,19 @@ with the norms, biases, gates and limits that an architecture sets.
 """
 
 import dataclasses
+from typing import Any, ClassVar, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import RunConfig
+from bonsai_jax.network.kinds import state as states
+from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product, joined_product
+from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
@@ -117,16 +122,18 @@ class Attention:
             problems.Attention(device.platform(), "prefill", *sizes, **rest),
         )
 
+    def impls(self, run: RunConfig) -> tuple[str, str]:
+        """The implementations that `run` asks for. Naming one names that of a decode step; only "reference"
+        asks for it everywhere."""
+        return run.impl, "reference" if run.impl == "reference" else "auto"
+
     def kernels(self, run: RunConfig) -> tuple[str, str]:
-        """The kernels chosen for these."""
-        decode, _ = self.problems(run)
-        return selection.choose(decode, impl=run.impl), self.prefill_kernel(run)
+        """The kernels chosen for these problems."""
+        return selection.choose(self.problems(run)[0], impl=self.impls(run)[0]), self.prefill_kernel(run)
 
     def prefill_kernel(self, run: RunConfig) -> str:
-        """The kernel chosen for many tokens of each sequence. Naming an implementation names the one of a
-        decode step; only "reference" asks for it everywhere."""
-        _, prefill = self.problems(run)
-        return selection.choose(prefill, impl="reference" if run.impl == "reference" else "auto")
+        """The kernel chosen for many tokens of each sequence."""
+        return selection.choose(self.problems(run)[1], impl=self.impls(run)[1])
 
     def pages(self, context: int, page_size: int, chunk: int | None) -> int:
         """Pages of a sequence of so many tokens, of which at most `chunk` are read at once. With a window
@@ -147,6 +154,12 @@ class Attention:
     def bytes_read(self, run: RunConfig, depth: int) -> int:
         """Bytes of keys and values that a decode step after `depth` tokens reads."""
         return min(depth, self.window or depth) * self._token_bytes(run)
+
+    def operations(self, depth: int, tokens: int) -> int:
+        """Arithmetic of so many tokens after `depth` others, between projections: two operations for each
+        element of a query and a key or a value that it sees."""
+        seen = range(depth + 1, depth + tokens + 1)
+        return 4 * self.q_width * sum(min(keys, self.window or keys) for keys in seen)
 
     def scratch_bytes(self, run: RunConfig) -> int:
         """Bytes of a sequence's keys and values in float16, which prefill makes for a kernel that does not
@@ -176,11 +189,6 @@ def read_size(prefill_impl: str, rows: int = 1) -> int:
 
 PREFILL_CHUNK = 512  # tokens of a sequence
 PREFILL_BATCH = 2048  # tokens of all sequences
-
-
-def ropes(config: ModelConfig) -> tuple[Rope, ...]:
-    """The ropes of a model, each once."""
-    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
 
 
 TENSORS = {
@@ -232,7 +240,7 @@ class Weights(struct.PyTreeNode):
 
 
 @serializable
-class State(struct.PyTreeNode):
+class State(states.State, struct.PyTreeNode):
     """Keys and values of the layers of a group.
 
     k, v    [layers, pages, page_size, kv heads, head_dim], as a layout stores it (pallas_kernels.
@@ -247,6 +255,7 @@ class State(struct.PyTreeNode):
     ring: Int[Array, "B pages_per_row"] | None = None
     impl: str = struct.field(pytree_node=False, default="reference")
     prefill_impl: str = struct.field(pytree_node=False, default="reference")
+    recurrent: ClassVar[bool] = False
 
     @property
     def num_pages(self) -> int:
@@ -256,6 +265,57 @@ class State(struct.PyTreeNode):
     def page_size(self) -> int:
         return jax.tree.leaves(self.k)[0].shape[2]
 
+    def copies(self, rows: Int[Array, "R"], pages: Int[Array, "R pages_per_row"]) -> Self:
+        if self.ring is None:
+            return self._with_pages(lambda array: array[:, pages.reshape(-1)])
+        size = self.num_pages // len(self.ring)
+        first = self.ring[rows, :size].reshape(-1)
+        ring = jnp.asarray(ring_table(len(rows), self.ring.shape[1], size))
+        return self._with_pages(lambda array: array[:, first]).replace(ring=ring)
+
+    def taken(self, rows: Int[Array, "R"], begins: Int[Array, "R"] | None = None) -> Self:
+        if self.ring is None:
+            return self
+        state = self if begins is None else self._with_ring_copies(begins, rows)
+        return state.replace(ring=self.ring.at[rows].get(mode="clip", wrap_negative_indices=False))
+
+    def put(self, new: Self, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> Self:
+        state = self.replace(k=new.k, v=new.v)
+        return state if self.ring is None or saves is None else state._with_ring_copies(rows, saves)
+
+    def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        return self if self.ring is not None else self._with_copies(source, to)
+
+    def with_page_offset(self, device: Int[Array, ""]) -> Self:
+        return self if self.ring is None else self.replace(ring=self.ring + device * self.num_pages)
+
+    def sizes(self) -> dict[str, Any]:
+        layers, _, _, heads, head_dim = cache_layouts.shape(self.k)
+        return {"layers": layers, "KV heads": heads, "head_dim": head_dim}
+
+    def _with_pages(self, change: Any) -> Self:
+        return self.replace(k=jax.tree.map(change, self.k), v=jax.tree.map(change, self.v))
+
+    def _with_copies(self, source: Int[Array, "P"], to: Int[Array, "P"]) -> Self:
+        """With pages `to` as copies of pages `source`; those beyond the last are none."""
+        return self._with_pages(
+            lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False)
+        )
+
+    def _with_ring_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        """With rings of rows `to` as copies of those of `source`; those beyond the last are none. Mostly
+        there are none, and nothing is read."""
+        assert self.ring is not None
+        ring, size = self.ring, self.num_pages // len(self.ring)
+        moves = (source != to) & (to < len(ring))
+
+        def copied(state: Self) -> Self:
+            pages, own = (ring.at[rows, :size].get(mode="clip") for rows in (source, to))
+            targets = jnp.where(moves[:, None], own, state.num_pages)
+            return state._with_copies(pages.reshape(-1), targets.reshape(-1))
+
+        return jax.lax.cond(jnp.any(moves), copied, lambda state: state, self)
+
 
 AXES = {
     "k": ("layers", "rows", None, "heads"),  # the pages of a sequence lie where its row does
@@ -264,26 +324,15 @@ AXES = {
 }
 
 
-def empty(
-    settings: Attention,
-    layers: int,
-    run: RunConfig,
-    rows: int,
-    context: int,
-    pages: int | None,
-    chunk: int | None,
-) -> State:
-    """A state without keys.
-
-    pages  of all rows together, where KVCache.block_table deals them out; None: as many as `context` tokens
-           of each row take
-    chunk  most tokens of a sequence that are read at once; None: any number, and no ring
-    """
-    ring, every = settings.pages(context, run.page_size, chunk), settings.pages(context, run.page_size, None)
-    total = rows * ring if ring < every or pages is None else pages
+def empty(settings: Attention, layers: int, run: RunConfig, room: Room) -> State:
+    """A state without keys; a ring of pages where there is a window, and room.chunk says how far tokens read
+    at once reach."""
+    every = settings.pages(room.context, run.page_size, None)
+    ring = settings.pages(room.context, run.page_size, room.chunk)
+    total = room.rows * ring if ring < every or room.pages is None else room.pages
     shape = (layers, total, run.page_size, settings.num_kv_heads, settings.head_dim)
     k, v = (cache_layouts.empty(str(run.cache_dtype), shape) for _ in range(2))
-    table = ring_table(rows, every, ring) if ring < every else None
+    table = ring_table(room.rows, every, ring) if ring < every else None
     return State(k, v, None if table is None else jax.device_put(table, may_alias=False))
 
 
@@ -292,23 +341,23 @@ def ring_table(rows: int, every: int, ring: int) -> np.ndarray:
     return (np.arange(rows)[:, None] * ring + np.arange(every) % ring).astype(np.int32)
 
 
-def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
-    """Self-attention of one layer and its residual: x, the cache and the workspace (`attend`)."""
-    state = cache.attention[place.group]
+def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
+    """Self-attention of one layer and its residual: x, the state and the workspace (`attend`)."""
     if place.taps:
         check_taps(place, state.impl if x.shape[-2] == 1 else state.prefill_impl)
     w = place.weights
     qkv = joined_product(x, w.qkv, place, w.norm)
-    out, cache, workspace = mix(qkv, x, place, cache, workspace)
-    return add_product(x, out, w.o, place, "attention", w.post_norm), cache, workspace
+    out, state, workspace = mix(qkv, x, place, state, workspace)
+    return add_product(x, out, w.o, place, "attention", w.post_norm), state, workspace
 
 
-def mix(qkv: jax.Array, x: jax.Array, place: Place, cache, workspace):
-    """Attention's output before its projection, [B, T, Q], the cache and the workspace; qkv has no bias yet,
+def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
+    """Attention's output before its projection, [B, T, Q], the state and the workspace; qkv has no bias yet,
     and x, the layer's input, is not needed."""
-    w, settings, state = place.weights, place.settings, cache.attention[place.group]
+    w, settings = place.weights, place.settings
     qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias[place.index]
-    table = cache.block_table if state.ring is None else state.ring
+    table = place.block_table if state.ring is None else state.ring
+    assert table is not None
     out, k_pages, v_pages, workspace = attend(
         qkv, state.k, state.v, table, place.positions, place.index,
         rotation=place.rotations[settings.rope], interleaved=settings.rope.interleaved, norms=w.head_norms,
@@ -316,9 +365,24 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, cache, workspace):
         window=settings.window, scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
         workspace=workspace, taps=place.taps,
     )  # fmt: skip
-    states = list(cache.attention)
-    states[place.group] = state.replace(k=k_pages, v=v_pages)
-    return out, cache.replace(attention=tuple(states)), workspace
+    return out, state.replace(k=k_pages, v=v_pages), workspace
+
+
+def phases(settings: Attention) -> tuple[Product, Mixing, Product]:
+    """The parts of `block` that measure/profile.py times."""
+
+    def projections(place: Place, x: jax.Array) -> jax.Array:
+        return joined_product(x, place.weights.qkv, place, place.weights.norm)
+
+    return (
+        Product("qkv", ("qkv",), projections),
+        Mixing(
+            "attention",
+            settings.q_rows + 2 * settings.kv_width,
+            lambda qkv, place, state, workspace: mix(qkv, qkv, place, state, workspace),
+        ),
+        output_product("attention output", "o", settings.q_width),
+    )
 
 
 def check_taps(place: Place, kernel: str) -> None:

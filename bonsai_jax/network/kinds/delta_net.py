@@ -5,6 +5,7 @@ x + W_out delta_net(W_qkv n, W_z n, W_alpha n, W_beta n),  n = norm(x)
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,10 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from bonsai_jax.config import RunConfig
+from bonsai_jax.network.kinds import state as states
+from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product, joined_product
+from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, QTensor, delta_net, device, problems, selection, serializable
@@ -108,10 +112,14 @@ class DeltaNet:
         platform = device.platform()
         return problems.DeltaNet(platform, "decode", *sizes), problems.DeltaNet(platform, "prefill", *sizes)
 
-    def kernels(self, run: RunConfig) -> tuple[str, str]:
-        """The kernels chosen for these."""
-        decode, prefill = self.problems(run)
+    def impls(self, run: RunConfig) -> tuple[str, str]:
+        """The implementations that `run` asks for; naming one names that of attention."""
         impl = "reference" if run.impl == "reference" else "auto"
+        return impl, impl
+
+    def kernels(self, run: RunConfig) -> tuple[str, str]:
+        """The kernels chosen for these problems."""
+        (decode, prefill), (impl, _) = self.problems(run), self.impls(run)
         return selection.choose(decode, impl=impl), selection.choose(prefill, impl=impl)
 
     def bytes_per_token(self, run: RunConfig) -> int:
@@ -124,6 +132,10 @@ class DeltaNet:
     def bytes_read(self, run: RunConfig, depth: int) -> int:
         """Bytes that a decode step reads and writes."""
         return 2 * self.bytes_per_row(run)
+
+    def operations(self, depth: int, tokens: int) -> int:
+        """Arithmetic of so many tokens, between projections."""
+        return 8 * tokens * self.v_width * self.k_dim
 
     def scratch_bytes(self, run: RunConfig) -> int:
         return 0
@@ -172,7 +184,7 @@ class Weights(struct.PyTreeNode):
 
 
 @serializable
-class State(struct.PyTreeNode):
+class State(states.State, struct.PyTreeNode):
     """What the layers of a group remember of each sequence. A sequence that reads its token at position 0
     starts from nothing, whatever is stored.
 
@@ -191,38 +203,60 @@ class State(struct.PyTreeNode):
 AXES = {"s": ("layers", "rows", "v heads"), "tail": ("layers", "rows", None, "qkv width")}
 
 
-def empty(settings: DeltaNet, layers: int, rows: int) -> State:
+def empty(settings: DeltaNet, layers: int, run: RunConfig, room: Room) -> State:
     """The state of sequences that have read nothing."""
     return State(
-        jnp.zeros((layers, rows, settings.v_heads, settings.k_dim, settings.v_dim)),
-        jnp.zeros((layers, rows, settings.conv, settings.qkv_width)),
+        jnp.zeros((layers, room.rows, settings.v_heads, settings.k_dim, settings.v_dim)),
+        jnp.zeros((layers, room.rows, settings.conv, settings.qkv_width)),
     )
 
 
-def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
-    """A gated delta net and its residual: x, the cache and the workspace, which is attention's."""
+def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
+    """A gated delta net and its residual: x, the state and the workspace, which is attention's."""
     w = place.weights
     made = joined_product(x, w.inputs, place, w.norm)
-    y, cache, workspace = mix(made, x, place, cache, workspace)
-    return add_product(x, y, w.out, place, "attention", None), cache, workspace
+    y, state, workspace = mix(made, x, place, state, workspace)
+    return add_product(x, y, w.out, place, "attention", None), state, workspace
 
 
-def mix(qkv_z: jax.Array, x: jax.Array, place: Place, cache, workspace):
-    """What a delta net gives before its output projection, [B, T, V], the cache and the workspace; x is the
+def mix(qkv_z: jax.Array, x: jax.Array, place: Place, state: State, workspace):
+    """What a delta net gives before its output projection, [B, T, V], the state and the workspace; x is the
     layer's input, of which gates are made."""
-    w, state = place.weights, cache.delta_net[place.group]
+    w = place.weights
     alone = x.shape[-2] == 1 and state.impl != "reference" and place.updates is None
     dense = _dense(w.gates) if alone else None
     gates = joined_product(x, w.gates, place, w.norm) if dense is None else Gates(x, w.norm, dense)
-    y, state = updated(qkv_z, gates, place, state)
+    y, updated = _mixed(qkv_z, gates, place, state)
     if place.updates is None:
-        cache = with_state(cache, place.group, state)
-    else:
-        place.updates["qkv_z"], place.updates["gates"] = qkv_z, gates
-    return y, cache, workspace
+        return y, updated, workspace
+    place.updates["qkv_z"], place.updates["gates"] = qkv_z, gates
+    return y, state, workspace
 
 
-def updated(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[Float[Array, "B T V"], State]:
+def replay(updates: Mapping[str, jax.Array], place: Place, state: State) -> State:
+    """The state after tokens whose updates `mix` has put into place.updates."""
+    return _mixed(updates["qkv_z"], updates["gates"], place, state)[1]
+
+
+def phases(settings: DeltaNet) -> tuple[Product, Mixing, Product]:
+    """The parts of `block` that measure/profile.py times; numbers of the projections stand for gates."""
+
+    def projections(place: Place, x: jax.Array) -> jax.Array:
+        w = place.weights
+        return joined_product(x, (*w.inputs, *w.gates), place, w.norm)
+
+    def mixed(made: jax.Array, place: Place, state: State, workspace):
+        y, state = _mixed(made, made[..., : 2 * settings.v_heads], place, state)
+        return y, state, workspace
+
+    return (
+        Product("delta inputs", ("inputs", "gates"), projections),
+        Mixing("delta net", settings.qkv_width + settings.v_width, mixed),
+        output_product("delta output", "out", settings.v_width),
+    )
+
+
+def _mixed(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[Float[Array, "B T V"], State]:
     """What a delta net gives of its projections, and its state after these tokens."""
     w, sizes = place.weights, place.settings
     y, s, tail = delta_net(
@@ -231,13 +265,6 @@ def updated(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[F
         eps=place.eps, grouped=sizes.grouped, impl=state.impl, prefill_impl=state.prefill_impl,
     )  # fmt: skip
     return y, state.replace(s=s, tail=tail)
-
-
-def with_state(cache: Any, group: int, state: State) -> Any:
-    """The cache with the state of this group."""
-    states = list(cache.delta_net)
-    states[group] = state
-    return cache.replace(delta_net=tuple(states))
 
 
 def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:

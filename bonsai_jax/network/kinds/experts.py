@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
+from bonsai_jax.network.kinds.phases import Product
 from bonsai_jax.network.kinds.place import Place, add, rounds
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
@@ -97,8 +98,8 @@ class Weights(struct.PyTreeNode):
     down: LayerStack
 
 
-def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
-    """A mixture of experts and its residual: x; the cache and the workspace as they are."""
+def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
+    """A mixture of experts and its residual: x; no state, and the workspace as it is."""
     w, sizes = place.weights, place.settings
     n = rms_norm(x, w.norm[place.index], place.eps)
     router = place.tapped("router", jax.nn.softmax(matmul(n, w.router, place.index), axis=-1))
@@ -117,4 +118,25 @@ def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
         y = experts_matmul(hidden, w.down, chosen, weights, place.index)
     else:
         y = experts_ffn(n, w.gate, w.up, w.down, chosen, weights, place.index, **gate)
-    return add(x, y, rounds(x, w.down), place, "mlp"), cache, workspace
+    return add(x, y, rounds(x, w.down), place, "mlp"), state, workspace
+
+
+def phases(settings: Experts) -> tuple[Product, Product]:
+    """The parts of `block` that measure/profile.py times."""
+
+    def products(place: Place, x: Float[Array, "B T H"]):
+        """Each token's experts are others than its neighbours', and than the layer's before."""
+        token = jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
+        stride = max(1, settings.count // settings.used)
+        chosen = (place.index + token + stride * jnp.arange(settings.used)) % settings.count
+        weights = jnp.full(chosen.shape, 1 / settings.used)
+        own, gate = place.weights, {"activation": settings.activation}
+        hidden = experts_gated(x, own.gate, own.up, chosen, place.index, **gate)
+        return experts_matmul(hidden, own.down, chosen, weights, place.index)
+
+    return (
+        Product("router", ("router",), lambda place, x: matmul(x, place.weights.router, place.index)),
+        Product(
+            "experts", ("gate", "up", "down"), products, share_read=settings.share_read, each=settings.used
+        ),
+    )

@@ -8,6 +8,7 @@ import dataclasses
 from flax import struct
 from jaxtyping import Array, Float
 
+from bonsai_jax.network.kinds.phases import Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
@@ -76,10 +77,18 @@ class Weights(struct.PyTreeNode):
     post_norm: Float[Array, "L H"] | None = None
 
 
-def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
-    """A gated feed-forward and its residual: x; the cache and the workspace as they are."""
+def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
+    """A gated feed-forward and its residual: x; no state, and the workspace as it is."""
     w = place.weights
-    norm = place.gamma(w.norm)
-    hidden = gated(x, w.gate, w.up, place.index, activation=place.settings.activation, **norm)
-    hidden = place.tapped("hidden", hidden)
-    return add_product(x, hidden, w.down, place, "mlp", w.post_norm), cache, workspace
+    hidden = place.tapped("hidden", _hidden(place, x))
+    return add_product(x, hidden, w.down, place, "mlp", w.post_norm), state, workspace
+
+
+def phases(settings: Mlp) -> tuple[Product, Product]:
+    """The parts of `block` that measure/profile.py times."""
+    return Product("gate and up", ("gate", "up"), _hidden), output_product("down", "down", settings.ffn)
+
+
+def _hidden(place: Place, x: Float[Array, "B T H"]) -> Float[Array, "B T F"]:
+    w, activation = place.weights, place.settings.activation
+    return gated(x, w.gate, w.up, place.index, activation=activation, **place.gamma(w.norm))

@@ -33,10 +33,12 @@ class Place:
     positions  int32 [B, T], of each token in its sequence; -1 for padding
     rotations  cosine and sine of the angles at these positions, for each Rope of the model
     num_keys   keys that attention visits: 1 + the largest position, or a bound known while tracing
+    block_table  int32 [B, pages per row], the pages of each sequence (KVCache); None for what has none
     axis       the mesh axis over which matrices are split; None: they are whole
     peers      where devices write into each other's memory (Params.peers)
     taps       what reads or edits values on their way (network/taps.py)
-    updates    where given, recurrent state is left as it is, and what would change it is put here
+    updates    where given, recurrent state is left as it is, and what would change it is put here, for
+               the kind's `replay`
     """
 
     settings: Any
@@ -47,6 +49,7 @@ class Place:
     positions: Int[Array, "B T"]
     rotations: Mapping[Rope, tuple[Float[Array, "B T R"], Float[Array, "B T R"]]]
     num_keys: int | Int[Array, ""]
+    block_table: Int[Array, "B pages_per_row"] | None = None
     axis: str | None = None
     peers: jax.Array | None = None
     taps: Mapping[str, Tap] = NO_TAPS

@@ -18,7 +18,6 @@ A kernel that has made a group of a row itself stores it by `store_group`, and t
 
 import functools
 import operator
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 
 PIECE_COLUMNS = 16  # of a lane
+GROUP_PIECES = GROUP // PIECE_COLUMNS
 TILE_TOKENS = 64  # of bit_prefill_sm90; fewer rows are padded to a multiple of 16
 
 
@@ -58,22 +58,11 @@ def activations_int8(
     unsigned. s has the factor 256 of the highest.
     """
     m, columns = prologue.sizes(x, rows)
-    places = columns + -columns % (4 * GROUP)
-    warps = prologue.warps_of_block(m, places)
-    results = results_of(m, columns, bits)
-    if isinstance(x, prologue.Parts):
-        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
+    width = columns + -columns % (4 * GROUP)
     return prologue.launch_rows(
-        functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),
-        x,
-        m,
-        gamma,
-        layer,
-        results,
-        name="activations_int8",
-        warps=warps,
-        slots=1,
-    )
+        _quantize_row, x, (m, columns), width, gamma, layer, results_of(m, columns, bits),
+        name="activations_int8", eps=eps, bits=bits,
+    )  # fmt: skip
 
 
 def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDtypeStruct]:
@@ -89,37 +78,16 @@ def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDty
     }
 
 
-class _Piece(NamedTuple):
-    """16 columns of a row.
-
-    group, j  columns 8 i + j of the group
-    in_row    whether the row has them; None where it has those of every lane
-    """
-
-    group: Any
-    j: Any
-    in_row: Any
-
-
-def _piece(number, end: int, columns: int) -> _Piece:
-    """`number` is the lane's, below `end`."""
-    row_pieces, group_pieces = columns // PIECE_COLUMNS, GROUP // PIECE_COLUMNS
-    in_row = None if end <= row_pieces else number < row_pieces
-    return _Piece(number // group_pieces, number % group_pieces, in_row)
-
-
 def _quantize_row(
     x_gmem, gamma_gmem, layer_gmem, q_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, places, warps, eps, bits,
+    *, columns, width, warps, eps, bits,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
-    pieces = [
-        _piece(thread + first, first + 32 * warps, columns)
-        for first in range(0, places // PIECE_COLUMNS, 32 * warps)
-    ]
-
-    # Lanes behind the row's end load its last group.
-    starts = [index(minimum(piece.group, columns // GROUP - 1) * GROUP + piece.j) for piece in pieces]
+    pieces = prologue.pieces_of_lane(thread, width // PIECE_COLUMNS, warps)
+    in_row = prologue.within(pieces, warps, columns // PIECE_COLUMNS)
+    # Columns 8 i + j of a group are a piece. Lanes behind the row's end load its last group.
+    groups = [(piece // GROUP_PIECES, piece % GROUP_PIECES) for piece, _ in pieces]
+    starts = [index(minimum(group, columns // GROUP - 1) * GROUP + j) for group, j in groups]
 
     def load(ref, *row):
         return [[memory.load(ref, *row, start + 8 * i) for i in range(PIECE_COLUMNS)] for start in starts]
@@ -128,26 +96,24 @@ def _quantize_row(
         for i, v in enumerate(values):
             memory.store(v, sum_gmem, row, starts[number] + 8 * i)
 
-    x = prologue.loaded_row(load, store_sum, [piece.in_row for piece in pieces], x_gmem, row)
+    x = prologue.loaded_row(load, store_sum, in_row, x_gmem, row)
+    x, squares = prologue.times_gamma(load, x, gamma_gmem, layer_gmem)
     norm = None
-    if gamma_gmem is not None:
-        gamma, squares = prologue.gamma_and_squares(load, x, gamma_gmem, layer_gmem)
-        squares = prologue.OverWarps(squares, thread // 32, shared_smem, slot=0)
-        x = [[v * w for v, w in zip(*piece, strict=True)] for piece in zip(x, gamma, strict=True)]
-        norm = inverse_rms(squares.combined(operator.add), columns, eps)
+    if squares is not None:
+        (squares,) = prologue.over_warps(shared_smem, thread // 32, (squares, operator.add))
+        norm = inverse_rms(squares, columns, eps)
     m = integer(row)
-    for values, piece in zip(x, pieces, strict=True):
+    for values, (group, j) in zip(x, groups, strict=True):
         q, scale = _quantize(values, bits)
         scale = scale if norm is None else scale * norm
-        group = index(piece.group)
-        with lanes.when(piece.group < places // GROUP):
-            place = (piece.j ^ m & 7) * PIECE_COLUMNS
+        with lanes.when(group < width // GROUP):
+            place = (j ^ m & 7) * PIECE_COLUMNS
             for digit, words in enumerate(q):
-                memory.store_bytes(words, q_gmem, [digit, group, row, place])
-            with lanes.when(piece.j == 0):
+                memory.store_bytes(words, q_gmem, [digit, index(group), row, place])
+            with lanes.when(j == 0):
                 for digit in range(len(q)):
                     factor = 256.0 ** (len(q) - 1 - digit) / 64
-                    memory.store(scale * factor, scale_gmem, digit, group, _place_of_scale(m))
+                    memory.store(scale * factor, scale_gmem, digit, index(group), _place_of_scale(m))
 
 
 def columns_of_lane(group) -> list[tuple]:

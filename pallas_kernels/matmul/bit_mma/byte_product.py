@@ -22,17 +22,7 @@ import itertools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import (
-    as_real,
-    as_word,
-    fma,
-    index,
-    integer,
-    minimum,
-    real,
-    select,
-    total,
-)
+from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real, select, total
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD, largest_of_group
 

@@ -127,15 +127,21 @@ class RegisterBlock:
     def __init__(self, product: Product, weights_gmem, layers_gmem, residual_gmem, out_gmem):
         self.product, self.weights_gmem = product, weights_gmem
         self.residual_gmem, self.out_gmem = residual_gmem, out_gmem
+        self.me = product.lane_columns()
         self.layer = index(memory.load(layers_gmem, 0))
-        self.me, self.first_tile = product.lane_columns(), lanes.block() * product.tiles
+        self.first_tile = lanes.block() * product.tiles
 
-    def load_round(self, first) -> list:
-        """Request the weights of the round that begins at this block's tile `first`: for each tile, matrix
-        and pair the words and both groups' scales."""
+    def round_tiles(self, first) -> list:
+        """The matrix's tiles in the round that begins at this block's tile `first`; the last one again in
+        place of those beyond it."""
+        p = self.product
+        return [minimum(self.first_tile + first + u, p.n_tiles - 1) for u in range(p.together)]
+
+    def load_round(self, tiles: list) -> list:
+        """Request the weights of a round: of each tile, matrix and pair the words and both scales."""
         p, me, out = self.product, self.me, []
         for u, m in p.items():
-            (words, scales), tile = self.weights_gmem[m], minimum(self.first_tile + first + u, p.n_tiles - 1)
+            (words, scales), tile = self.weights_gmem[m], tiles[u]
             for k in range(p.per_warp):
                 out.append(memory.load_vector(4, words, [self.layer, tile, me.pair[k], me.lane, 0]))
                 out += [memory.load(scales, self.layer, tile, me.scale_group[k, h], me.g) for h in (0, 1)]

@@ -56,6 +56,7 @@ class RowByRow(Decode):
     def block(self, weights_gmem, layers_gmem, residual_gmem, x_gmem, gamma_gmem, out_gmem, **sums_smem):
         block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
         p, me, sums = self.product, block.me, list(sums_smem.values())
+        tiles = block.round_tiles(index(0))  # before x is requested: nothing then delays the weights
 
         def columns(ref, i):
             return p.own_columns(me, lambda places: [memory.load(ref, i, at + more) for at, more in places])
@@ -64,7 +65,7 @@ class RowByRow(Decode):
         outputs = p.outputs(me, index(0), index(0), block.first_tile)
         added = [block.added(outputs, row) for row in range(self.rows)]
         first_row = columns(x_gmem, 0)  # before the weights: these are near and wanted first
-        loaded = block.load_round(index(0))
+        loaded = block.load_round(tiles)
         for row, smem in enumerate(sums):
             x = p.quantize_own(me, columns(x_gmem, row) if row else first_row, gamma)
             p.store_squares(me, index(0), x, smem)

@@ -104,11 +104,14 @@ class Rounds(Decode):
     ):  # fmt: skip
         block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
         p, me = self.product, block.me
-        count, loaded = minimum(p.n_tiles - block.first_tile, p.tiles), block.load_round(index(0))
+        count = minimum(p.n_tiles - block.first_tile, p.tiles)
+        loaded = block.load_round(block.round_tiles(index(0)))
         x = SharedRows(p, me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
 
         def one_round(first, loaded):
-            following = block.load_round(first + p.together) if p.tiles > p.together else loaded
+            following = loaded
+            if p.tiles > p.together:
+                following = block.load_round(block.round_tiles(first + p.together))
             outputs = p.outputs(me, index(0), first, block.first_tile)
             added = block.added(outputs)
             p.store_sums(me, block.multiply([x], loaded), sums_smem)

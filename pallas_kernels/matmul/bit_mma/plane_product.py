@@ -219,7 +219,7 @@ class PlaneProduct(Product):
         if self.bits == PLANES:
             # Counts start so that their sum is the last bits of a float: no conversion, which would run at a
             # quarter of the speed.
-            start, second = select(highest, -SUM_WORD % 2**32, SUM_WORD // 3), select(highest, -2, 2)
+            second, start = select(highest, -2, 2), select(highest, -SUM_WORD % 2**32, SUM_WORD // 3)
             c = tensor_cores.count_common_bits(a0, a1, planes[0], start)
             return [as_real(c[2 * r] + c[2 * r + 1] * second) - SUM for r in (0, 1)]
         counted = [integer(0)] * 2

@@ -4,6 +4,7 @@ its sizes and the GPU's."""
 import itertools
 from typing import NamedTuple
 
+from pallas_kernels import device
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.prefill import clocks_of_sums
@@ -34,20 +35,18 @@ def planned(
     steps: int,
     matrices: int,
     planes: int,
-    multiprocessors: int,
-    shared: int,
     summed: bool = True,
 ) -> Plan:
-    """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
-    would have to be added before it.
+    """What is done soonest on the default device. The sums of a product whose columns are split are added by
+    XLA; of SwiGLU they would have to be added before it.
 
     m         rows, padded as activations_int8 does
     steps     of STEP products along the columns
     matrices  2 for SwiGLU
     planes    of 8 bits that activations have
-    multiprocessors, shared, summed   as for bit_prefill_sm90
+    summed    as for bit_prefill_sm90
     """
-    few = min(m, 64)
+    few, multiprocessors, shared = min(m, 64), device.multiprocessors(), device.shared_bytes()
     tile_shapes = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
     split_counts = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
     best = []

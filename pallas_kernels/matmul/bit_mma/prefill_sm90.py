@@ -23,9 +23,6 @@ Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three
 one multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of
 the up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a
 step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
-
-In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: prefill_plan.py.
 """
 
 import functools
@@ -49,7 +46,7 @@ from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
-from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Plan, planned
+from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
@@ -57,9 +54,7 @@ RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
 MOST_OVERLAPPED = 32  # tokens of a tile of which two products have room in registers
 
 
-@functools.partial(
-    jax.jit, static_argnames=("n", "activation", "multiprocessors", "shared", "plan", "summed")
-)
+@functools.partial(jax.jit, static_argnames=("n", "activation", "summed"))
 def bit_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -69,9 +64,6 @@ def bit_prefill_sm90(
     residual: jax.Array | None = None,
     *,
     activation: Activation = SILU,
-    multiprocessors: int,
-    shared: int,
-    plan: Plan | None = None,
     summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or activation(x G.T, x U.T) for two, x = sum of s q.
@@ -83,18 +75,16 @@ def bit_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
-    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
-    plan      instead of the one chosen for these sizes
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    plan = plan or planned(m, n, steps, matrices, planes, multiprocessors, shared, summed)
+    plan = planned(m, n, steps, matrices, planes, summed)
     warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
-    blocks = min(multiprocessors, math.prod(grid))
+    blocks = min(device.multiprocessors(), math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
@@ -434,11 +424,8 @@ def gemm(
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
-    n, gpu = weights[0].shape[0], device.default()
-    return bit_prefill_sm90(
-        a, scale, pairs, layer, n, residual, activation=activation, multiprocessors=gpu.multiprocessors,
-        shared=gpu.shared_bytes, summed=summed,
-    )  # fmt: skip
+    n = weights[0].shape[0]
+    return bit_prefill_sm90(a, scale, pairs, layer, n, residual, activation=activation, summed=summed)
 
 
 run = in_two_phases(prologue, gemm)

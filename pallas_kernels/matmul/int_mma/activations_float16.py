@@ -68,26 +68,15 @@ def activations_float16(
     assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
         width += -columns % TILE_COLUMNS
-    warps = prologue.warps_of_block(m, width)
     rounded = jax.ShapeDtypeStruct((stored, width), jnp.float16)
     results = {"a_gmem": rounded}
     if len(orders) > 1:
         results["by_16_gmem"] = rounded
     results["scale_gmem"] = jax.ShapeDtypeStruct((stored,), jnp.float32)
-    if isinstance(x, prologue.Parts):
-        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
-        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, orders=orders),
-        x,
-        m,
-        gamma,
-        layer,
-        results,
-        name="activations_float16",
-        warps=warps,
-        slots=2,
-        places_gmem=places,
-    )
+        _round_row, x, (m, columns), width, gamma, layer, results, name="activations_float16",
+        operands={"places_gmem": places}, eps=eps, orders=orders,
+    )  # fmt: skip
 
 
 def _round_row(
@@ -96,14 +85,10 @@ def _round_row(
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
-    pieces = [(thread + first, first) for first in range(0, width // WIDTH, 32 * warps)]
-
-    def within(count):
-        """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
-        return [None if first + 32 * warps <= count else piece < count for piece, first in pieces]
+    pieces = prologue.pieces_of_lane(thread, width // WIDTH, warps)
 
     # Lanes behind the row's end load its last piece, and have zeros.
-    in_row = within(columns // WIDTH)
+    in_row = prologue.within(pieces, warps, columns // WIDTH)
     source = [
         piece if inside is None else minimum(piece, columns // WIDTH - 1)
         for (piece, _), inside in zip(pieces, in_row, strict=True)
@@ -117,32 +102,36 @@ def _round_row(
             memory.store_reals(values[i : i + 4], sum_gmem, [row, index(source[number] * WIDTH) + i])
 
     n = prologue.loaded_row(load, store_sum, in_row, x_gmem, row)
-    if gamma_gmem is not None:
-        gamma, squares = prologue.gamma_and_squares(load, n, gamma_gmem, layer_gmem)
-        squares = prologue.OverWarps(squares, warp, shared_smem, slot=0)
-        norm = inverse_rms(squares.combined(operator.add), columns, eps)
-        n = [[g * (v * norm) for v, g in zip(*piece, strict=True)] for piece in zip(n, gamma, strict=True)]
-    largest = greatest([abs(v) for v in prologue.flat(n)])
-    largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
-    scale, inverse = power_of_two(largest.combined(maximum))
-    packed = []
-    for values in n:
-        a = [v * inverse for v in values]
-        packed.append(_in_orders(a, orders))
+    n, squares = prologue.times_gamma(load, n, gamma_gmem, layer_gmem)
+    scale, factor = scale_and_factor(prologue.flat(n), squares, warp, shared_smem, columns, eps)
+    packed = [_in_orders([v * factor for v in values], orders) for values in n]
     copies = [row]
     if places_gmem is not None:
         copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
+    exists = prologue.within(pieces, warps, width // WIDTH)
     for copy in copies:
         has_place = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
         with lanes.when(has_place & (thread == 0)):
             memory.store(scale, scale_gmem, copy)
-        for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
+        for pairs, (piece, _), inside in zip(packed, pieces, exists, strict=True):
             with lanes.when(has_place if inside is None else has_place & inside):
                 for ordered, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
                     memory.store_halves(ordered, ref, [copy, piece * WIDTH])
 
 
-def power_of_two(largest) -> tuple:
+def scale_and_factor(n: list, squares, warp, shared_smem, columns: int, eps: float) -> tuple:
+    """(s of a row, a / n) of a lane's n before the norm; squares: of the warp's x, None without a norm."""
+    largest = lanes.largest_of_warp(greatest([abs(v) for v in n])), maximum
+    if squares is None:
+        (largest,) = prologue.over_warps(shared_smem, warp, largest)
+        return _power_of_two(largest)
+    largest, squares = prologue.over_warps(shared_smem, warp, largest, (squares, operator.add))
+    norm = inverse_rms(squares, columns, eps)
+    scale, inverse = _power_of_two(largest * norm)
+    return scale, norm * inverse
+
+
+def _power_of_two(largest) -> tuple:
     """(s, 1 / s) of a row's largest, as prefill.scaled_to_half."""
     exponent = as_word(largest) & 0x7F800000
     exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)

@@ -16,10 +16,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import greatest, index, maximum, real, select, sum_of_squares
+from pallas_kernels.gpu.values import index, real, select, sum_of_squares
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.epilogue import inverse_rms
-from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, power_of_two
+from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, scale_and_factor
 from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS
@@ -106,15 +106,18 @@ def _body(
         lanes.choose(chunk < chunks, functools.partial(rotate, chunk), [real(0)] * (LANES + 1))
         for chunk in own_chunks
     ]
-    n, factor = [values[:LANES] for values in rotated], None
+    n, squares = [values[:LANES] for values in rotated], None
     if gamma_gmem is not None:
         if parts > 1:
             squares = _squares_of_row(x_gmem, row, thread, 32 * warps)
         else:
             squares = functools.reduce(operator.add, [values[LANES] for values in rotated])
-        squares = prologue.OverWarps(lanes.warp_sum_real(squares), warp, shared_smem, slot=0)
-        factor = inverse_rms(squares.combined(operator.add), columns, eps)
+        squares = lanes.warp_sum_real(squares)
     if n_gmem is not None:
+        factor = None
+        if squares is not None:
+            (squares,) = prologue.over_warps(shared_smem, warp, (squares, operator.add))
+            factor = inverse_rms(squares, columns, eps)
         for chunk, values in zip(own_chunks, n, strict=True):
             start = (chunk * LANES + lane) * LANES
             values = values if factor is None else [v * factor for v in values]
@@ -122,12 +125,9 @@ def _body(
                 for i in range(0, LANES, 4):
                     memory.store_reals(values[i : i + 4], n_gmem, [row, start + i])
         return
-    largest = lanes.largest_of_warp(greatest([abs(v) for values in n for v in values]))
-    largest = prologue.OverWarps(largest, warp, shared_smem, slot=1).combined(maximum)
-    scale, factor_of_largest = power_of_two(largest if factor is None else largest * factor)
+    scale, factor = scale_and_factor(prologue.flat(n), squares, warp, shared_smem, columns, eps)
     with lanes.when(thread == 0):
         memory.store(scale, scale_gmem, row)
-    factor = factor_of_largest if factor is None else factor * factor_of_largest
     for chunk, values in zip(own_chunks, n, strict=True):
         start = (chunk * LANES + lane) * LANES
         a = [v * factor for v in values]

@@ -26,7 +26,7 @@ class Unit(NamedTuple):
 
 def units(format_lanes: Lanes, fields: dict[str, Any], lane) -> list[Unit]:
     """All of a tile. fields: the lane's words by name, or vectors of four."""
-    a = [_bytes(*group) for group in format_lanes.integers(fields["words"])]
+    a = [_bytes(*group) for group in format_lanes.words.integers(fields["words"])]
     out = []
     for u, eight in enumerate(scales(format_lanes, fields, lane)):
         values = [eight.scale] + ([eight.minimum] if eight.minimum is not None else [])
@@ -49,7 +49,7 @@ class WholeUnit(NamedTuple):
 
 def whole_units(format_lanes: Lanes, fields: dict[str, Any], lane) -> tuple[list, list[WholeUnit]]:
     """All of a tile: (WholeScales.rows, units)."""
-    groups, whole = format_lanes.integers(fields["words"]), format_lanes.scales(fields, lane)
+    groups, whole = format_lanes.words.integers(fields["words"]), format_lanes.scales(fields, lane)
     largest = 128 if format_lanes.signed else max(mask for _, mask in groups)
     a = [_bytes(*group) for group in groups]
     assert isinstance(whole, WholeScales)

@@ -104,7 +104,6 @@ def _launches(
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.products.activation_bits,
-        "shared": device.shared_bytes(),
     }
     plan, rotation = functools.partial(int_decode_plan.plan, parts, **settings), any_weight.rotation
     if rotation is not None:
@@ -136,7 +135,7 @@ def _launches(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("formats_of", "eps", "activation", "activation_bits", "shared", "sent_before"),
+    static_argnames=("formats_of", "eps", "activation", "activation_bits", "sent_before"),
 )
 def int_decode(
     x: jax.Array,
@@ -152,7 +151,6 @@ def int_decode(
     rotation: Rotation | None = None,
     activation: Activation = SILU,
     activation_bits: int = 8,
-    shared: int = 96 * 1024,
 ) -> jax.Array:
     """y = x W.T for parts of one matrix, or activation(x G.T, x U.T) for parts of two; parts are rows
     below rows.
@@ -166,7 +164,6 @@ def int_decode(
               number of the call is returned
     rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
-    shared    bytes of shared memory that a block takes at most
     Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
     here, symmetric per scale group.
     """
@@ -176,13 +173,11 @@ def int_decode(
         padding = ((0, 0), (0, steps * TILE_COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = int_decode_plan.plan(
-        weights, rows, formats_of, activation_bits, shared, rotated=rotation is not None
-    )
+    planned = int_decode_plan.plan(weights, rows, formats_of, activation_bits, rotated=rotation is not None)
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
-            f"{shared} bytes of shared memory; split the rows"
+            f"{device.shared_bytes()} bytes of shared memory; split the rows"
         )
     product = int_decode_plan.IntegerProduct(
         planned, rows, columns, matrices, eps, activation_bits, activation

@@ -97,9 +97,8 @@ def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bi
 
 
 def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, blocks: int | None = None,
-    rotated: bool = False,
-) -> Plan | None:  # fmt: skip
+    parts, rows: int, formats_of, activation_bits: int, blocks: int | None = None, rotated: bool = False
+) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
     blocks: at most; None: the device's multiprocessors. rotated: blocks rotate activations.
@@ -116,7 +115,7 @@ def plan(
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
-        left = shared - shared_memory.bytes_taken(*taken)
+        left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(MOST_DEPTH, left // (w * size)) for size in sizes]
         in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))

@@ -133,8 +133,8 @@ def _half_scales(format_lanes: Lanes, fields, number) -> list:
             rows = []
             for r in (0, 1):
                 scale = eight.scale[r][h]
-                if format_lanes.units[h] > 1:
-                    scale = scale * format_lanes.units[h]
+                if format_lanes.words.units[h] > 1:
+                    scale = scale * format_lanes.words.units[h]
                 row = [scale] + ([-eight.minimum[r][h]] if eight.minimum is not None else [])
                 assert len(row) == 1 + format_lanes.minimums
                 rows.append([lanes.half_pair(v, v) for v in row])
@@ -205,9 +205,9 @@ def step_pairs(format_lanes: Lanes, step: int, vectors: tuple, scales) -> list:
     scales   address of those of its rows
     """
     kinds, sign = 1 + format_lanes.minimums, 0x80 * format_lanes.signed
-    groups, out = format_lanes.integers(_own_rows(*vectors)), []
+    groups, out = format_lanes.words.integers(_own_rows(*vectors)), []
     for group in range(step * STEP // format_lanes.group, (step + 1) * STEP // format_lanes.group):
-        (words, mask), unit = groups[group], format_lanes.units[group % 2]
+        (words, mask), unit = groups[group], format_lanes.words.units[group % 2]
         bytes_ = [_half_bytes(word, mask, sign) for word in words]
         values = memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)
         base = -(1024 + sign) / unit

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from pallas_kernels import device
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.gpu.wgmma import STEP, STEP_BYTES
 from pallas_kernels.matmul.prefill import clocks_of_sums
@@ -60,20 +61,18 @@ def planned(
     matrices: int,
     words: Sequence[int],
     scale_bytes: int,
-    multiprocessors: int,
-    shared: int,
     listed: Tiles | None = None,
     summed: bool = True,
 ) -> Plan:
-    """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
-    are added by XLA; of SwiGLU they would have to be added before it.
+    """What is done soonest on the default device, of what shared memory has room for. The sums of a product
+    whose columns are split are added by XLA; of SwiGLU they would have to be added before it.
 
     tiles               of 16 rows of a matrix
     items               of 256 columns
     words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
     listed              tiles of tokens that come from a list, whatever m is
     """
-    few = m + -m % 16
+    few, gpu = m + -m % 16, device.default()
     tilings = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
     splits_to_try = [s for s in range(1, items + 1) if items % s == 0]
     if matrices == 2 or listed is not None:
@@ -86,14 +85,14 @@ def planned(
     for (warpgroups, blocks, tokens), splits in itertools.product(tilings, splits_to_try):
         outputs = PAIR * warpgroups * 64 * blocks // matrices
         rows = -(-m // tokens) if listed is None else listed.count
-        count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, multiprocessors // PAIR
+        count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, gpu.multiprocessors // PAIR
         item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
         clocks = items / splits * item + TILE_CLOCKS
         for stored, slots in shapes:
             plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
             if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
                 continue  # the block that brings activations waits in the end until each slot is free again
-            if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
+            if shared_bytes(plan, matrices, words, scale_bytes) <= gpu.shared_bytes:
                 clocks *= 1 if slots >= STEPS else 1.2
                 clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * TILE_ROWS, splits, summed)
                 best.append((clocks, plan))

@@ -20,9 +20,6 @@ gate's, and 32 the same of the up projection: rows g and g + 8 of a lane, so tha
 What a tile gives leaves by TMA too, transposed on its way through shared memory, where the residual has been
 put before.
 
-In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: prefill_plan.py.
-
 In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, each with the matrix that it is
 multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
 tokens, not the same weights: an expert's weights are read once for each of its tiles.
@@ -45,7 +42,7 @@ from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
-from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
+from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
@@ -53,7 +50,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "format", "n", "activation", "multiprocessors", "shared", "plan", "tiles_of", "summed"
+        "format", "n", "activation", "tiles_of", "summed"
     ),
 )  # fmt: skip
 def int_prefill_sm90(
@@ -67,9 +64,6 @@ def int_prefill_sm90(
     *,
     format: str,
     activation: Activation = SILU,
-    multiprocessors: int,
-    shared: int,
-    plan: Plan | None = None,
     tiles_of: Tiles | None = None,
     summed: bool = True,
 ) -> jax.Array:
@@ -86,8 +80,6 @@ def int_prefill_sm90(
               layer's, its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows;
               and how many there are. In y, rows of no tile are undefined
     format    of the weights, of the family "int"
-    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
-    plan      instead of the one chosen for these sizes
     tiles_of  what `listed` has
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n].
@@ -99,13 +91,12 @@ def int_prefill_sm90(
     scale_bytes = int_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
-    sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
-    plan = plan or planned(*sizes, tiles_of, summed)
+    plan = planned(m, tiles, items, len(weights), words, scale_bytes, tiles_of, summed)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
     columns = -(-tiles * TILE_ROWS // (PAIR * warpgroups * blocks * outputs))
-    pairs = min(multiprocessors // PAIR, rows * columns * splits)
+    pairs = min(device.multiprocessors() // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
@@ -423,12 +414,9 @@ def gemm(
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
-    gpu = device.default()
     return int_prefill_sm90(
-        a, scale, fields, layer, n, residual,
-        format=format, activation=activation, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
-        summed=summed,
-    )  # fmt: skip
+        a, scale, fields, layer, n, residual, format=format, activation=activation, summed=summed
+    )
 
 
 run = in_two_phases(prologue, gemm)

@@ -3,6 +3,8 @@
 d f16 | m f16 | qs 8 bytes: the low nibble of byte j is weight j, the high nibble weight j + 8
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,11 +15,11 @@ WEIGHTS = 16
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 8)])
 BOOK = np.array([-127, -83, -49, -22, 1, 25, 53, 113], np.int8)
 # BOOK has root mean square 72.5; (72.5 / 84)^2 + 0.5^2 = 1. Signs are random, so that weights have mean 0.
-RANDOM = {"d": (-1 / 84, 1 / 84), "m": (-0.5, 0.5)}
-
-
-def random_codes(key, lead):
-    return {"qs": jax.random.bits(key, (*lead, 8), jnp.uint8) & 0x77}
+RANDOM = {
+    "d": (-1 / 84, 1 / 84),
+    "m": (-0.5, 0.5),
+    "qs": lambda key, shape, _: jax.random.bits(key, shape, jnp.uint8) & 0x77,
+}
 
 
 def codes(qs):
@@ -29,48 +31,55 @@ def dequantize(block):
     return d * jnp.asarray(BOOK)[codes(block["qs"])].astype(jnp.float32) - m
 
 
-KERNELS = "int"
+@dataclasses.dataclass(frozen=True)
+class Selectors(tiles.Words):
+    """A word is what prmt wants: its low half has the four codes of an even group, its high half of an odd
+    one."""
+
+    def tiled(self, codes):
+        words = super().tiled(codes)  # [..., 8 pairs of groups, 32, 4]
+        words = words | words >> 4
+        words = words & 0xFF | words >> 8 & 0xFF00
+        words = words[..., :2] | words[..., 2:] << 16  # [..., 8, 32, 2]
+        words = words.reshape(*words.shape[:-3], 4, 2, 32, 2).swapaxes(-3, -2)
+        return words.reshape(*words.shape[:-2], 4)
+
+    def untiled(self, words, shape, weights):
+        words = words.reshape(*words.shape[:-1], 2, 2).swapaxes(-3, -2).reshape(*words.shape[:-3], 8, 32, 2)
+        words = jnp.concatenate([words & 0xFFFF, words >> 16], axis=-1)
+        words = words & 0xFF | (words & 0xFF00) << 8
+        return super().untiled((words | words << 4) & 0x0F0F0F0F, shape, weights)
+
+    def integers(self, vectors):
+        from pallas_kernels.gpu import lanes
+        from pallas_kernels.gpu.values import integer
+
+        low, high = (integer(int(word)) for word in BOOK.view("<u4"))
+        out = []
+        for vector in vectors:
+            for pair in (vector[:2], vector[2:]):
+                for right in (0, 16):
+                    selectors = [word >> right for word in pair]
+                    out.append(tiles.Integers([lanes.chosen_bytes(low, high, s) for s in selectors]))
+        return out
+
+
+WORDS = Selectors(16, "00000000")
 
 
 def tile(block):
-    """A word is what prmt wants: its low half has the four codes of an even group, its high half of an odd
-    one."""
-    words = tiles.lane_words(codes(block["qs"]).reshape(*block["d"].shape[:-1], -1), 16)  # [..., 16, 32, 2]
-    words = words | words >> 4
-    words = words & 0xFF | words >> 8 & 0xFF00
-    words = words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16  # [..., 8, 32, 2]
-    words = words.reshape(*words.shape[:-3], 4, 2, 32, 2).swapaxes(-3, -2)
     d, m = (tiles.bits(tiles.lane_scales(block[name], 16)) for name in ("d", "m"))  # [..., 2, 32, 2]
     scales = jnp.concatenate([d, m], axis=-1)
-    return {"words": words.reshape(*words.shape[:-2], 4), "scales": scales}
+    return {"words": WORDS.tiled(codes(block["qs"])), "scales": scales}
 
 
 def untile(tiled, shape):
-    words = tiled["words"]
-    words = words.reshape(*words.shape[:-1], 2, 2).swapaxes(-3, -2).reshape(*words.shape[:-3], 8, 32, 2)
-    words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3).reshape(*words.shape[:-3], 16, 32, 2)
-    words = words & 0xFF | (words & 0xFF00) << 8
-    words = (words | words << 4) & 0x0F0F0F0F
-    q = tiles.from_lane_words(words, shape)
-    q = q.reshape(*q.shape[:-1], -1, 2, 8)
+    q = WORDS.untiled(tiled["words"], shape, WEIGHTS)
+    q = q.reshape(*q.shape[:-1], 2, 8)
     d, m = (
         tiles.from_lane_scales(tiles.halves(part), shape) for part in jnp.split(tiled["scales"], 2, axis=-1)
     )
     return {"d": d, "m": m, "qs": q[..., 0, :] | q[..., 1, :] << 4}
-
-
-def integers(vectors):
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import integer
-
-    low, high = (integer(int(word)) for word in BOOK.view("<u4"))
-    out = []
-    for vector in vectors:
-        for pair in (vector[:2], vector[2:]):
-            for right in (0, 16):
-                selectors = [word >> right for word in pair]
-                out.append(tiles.Integers([lanes.chosen_bytes(low, high, s) for s in selectors]))
-    return out
 
 
 def scales(fields, lane):
@@ -83,4 +92,4 @@ def scales(fields, lane):
     return out
 
 
-LANES = tiles.Lanes(group=16, signed=True, minimums=True, integers=integers, scales=scales)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=True, scales=scales)

@@ -27,45 +27,22 @@ def dequantize(block):
     return d * (codes(block).astype(jnp.float32) - 32)
 
 
-KERNELS = "int"
-FOURTH = np.array([6, 4, 2], np.uint32)[:, None, None]
+# 4 (q - 32) is a signed byte whose two low bits are free: in three of these they have the fourth group.
+WORDS = tiles.Words(32, "00000033 11111133 22222233", units=(4, 4))
 
 
 def tile(block):
-    """4 (q - 32) is a signed byte whose two low bits are free. Three of every four groups are stored as such
-    bytes; their free bits hold the fourth group."""
-    q = (codes(block) ^ 32) << 2
-    words = tiles.lane_words(q.reshape(*q.shape[:-2], -1), 32)  # [..., 8 groups, 32, 4]
-    words = words.reshape(*words.shape[:-3], 2, 4, 32, 4)
-    three = words[..., :3, :, :] | words[..., 3:, :, :] >> FOURTH & 0x03030303
     d = tiles.bits(tiles.lane_rows(block["d"], 64))
-    return {"words": three.reshape(*three.shape[:-4], 6, 32, 4), "d": d}
+    return {"words": WORDS.tiled(codes(block) ^ 32), "d": d}
 
 
 def untile(tiled, shape):
-    three = tiled["words"].reshape(*tiled["words"].shape[:-3], 2, 3, 32, 4)
-    fourth = ((three & 0x03030303) << FOURTH).sum(axis=-3, keepdims=True, dtype=jnp.uint32)
-    words = jnp.concatenate([three & np.uint32(0xFCFCFCFC), fourth], axis=-3)
-    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape) >> 2 ^ 32
-    q = q.reshape(*q.shape[:-1], -1, 64)
+    q = WORDS.untiled(tiled["words"], shape, WEIGHTS) ^ 32
     return {
         "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
         "ql": packing.packed(q & 15, 4),
         "qh": packing.packed(q >> 4, 2),
     }
-
-
-def _integers(vectors):
-    from pallas_kernels.gpu import lanes
-
-    groups = []
-    for three in (vectors[:3], vectors[3:]):
-        fourth = []
-        for a, b, c in zip(*three, strict=True):
-            word = lanes.merged(a << 6, b << 4, 0xC0C0C0C0)
-            fourth.append(lanes.merged(word, c << 2, 0xF0F0F0F0))
-        groups += [tiles.Integers(words, 0xFC) for words in (*three, fourth)]
-    return groups
 
 
 def _scales(fields, lane):
@@ -75,7 +52,7 @@ def _scales(fields, lane):
     return [tiles.Scales([[value, value] for value in d])]
 
 
-LANES = tiles.Lanes(group=32, signed=True, minimums=False, units=(4, 4), integers=_integers, scales=_scales)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=_scales)
 
 
 def _codes(load):

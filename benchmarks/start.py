@@ -1,0 +1,102 @@
+"""The seconds that a user waits, from the start of a process on: with nothing compiled, and the second time.
+
+    python benchmarks/start.py -m MODEL [-n 256] [-b 8] [--starts 2] > rows.jsonl
+
+Each start is a process of its own. All share one folder of compiled programs, which is empty at the first
+start and removed at the end; the operating system's page cache is as it is. A row has, in seconds:
+
+    imported       since the process began, when `import bonsai_jax` and the devices are there
+    loaded         the same, when the model is on the device
+    first_piece    the same, at the first piece of `stream`
+    silence        the longest time between two pieces after the first
+    other_length   `generate` of one prompt and 4 tokens with room for twice as many, after `stream` has ended
+    other_number   `generate` of three prompts and 4 tokens, never called with three before
+    warmup         `Engine.warmup` for the batch size, after all that
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROMPT = "Once upon a time there was a"
+
+
+def child(model_name: str, new: int, batch_size: int, began: float) -> dict[str, float]:
+    """One start, in the process that `began` at this time (time.time())."""
+    since = lambda: time.time() - began  # noqa: E731
+    import jax
+
+    import bonsai_jax as bj
+
+    jax.devices()
+    row = {"imported": since()}
+    model = bj.load(model_name, bj.RunConfig(batch_size=batch_size))
+    row["loaded"] = since()
+    times = []
+    for _ in bj.stream(model, PROMPT, max_new_tokens=new, ignore_eos=True):
+        times.append(since())
+    row["first_piece"] = times[0]
+    row["silence"] = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+
+    def seconds(call) -> float:
+        begin = time.perf_counter()
+        call()
+        return time.perf_counter() - begin
+
+    row["other_length"] = seconds(lambda: next(bj.stream(model, PROMPT, max_new_tokens=2 * new)))
+    row["other_number"] = seconds(lambda: bj.generate(model, [PROMPT] * 3, max_new_tokens=4))
+    with bj.Engine(model) as engine:
+        row["warmup"] = seconds(engine.warmup)
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("-m", "--model", default="demo")
+    parser.add_argument("-n", "--new", type=int, default=256, help="tokens of the stream")
+    parser.add_argument("-b", "--batch-size", type=int, default=8)
+    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--commit", help="for a checkout without history")
+    parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        print(json.dumps(child(args.model, args.new, args.batch_size, args.child)))
+        return
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": folder}
+        environment.pop("JAX_COMPILATION_CACHE_DIR")
+        if (hub := Path.home() / ".cache" / "huggingface").exists():
+            environment.setdefault("HF_HOME", str(hub))
+        command = [
+            sys.executable,
+            __file__,
+            "-m",
+            args.model,
+            "-n",
+            str(args.new),
+            "-b",
+            str(args.batch_size),
+        ]
+        for start in range(args.starts):
+            done = subprocess.run(
+                [*command, "--child", repr(time.time())], env=environment, stdout=subprocess.PIPE, check=True
+            )
+            rows.append({"start": start + 1, **json.loads(done.stdout)})
+    from bonsai_jax.measure import bench
+
+    for row in rows:
+        seconds = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
+        print(json.dumps({**bench.origin(args.commit), "model": args.model, **seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
