@@ -10,8 +10,9 @@ of many by cpu/panels.py.
 
     y = sum over groups of  s_w s_x (sum of (code - zero) q_x)  -  minimum s_x (sum of q_x)
 
-A row's sum has one order, whichever thread has it: bits do not depend on how many there are; they do on which
-of the two kernels has it. With 16 bits of activations they stay float32, and what is summed is code * x.
+An output's sum has one order, in both kernels and whichever thread has it. So its bits depend neither on the
+number of threads nor on the rows beside it. With 16 bits of activations they stay float32, and the products
+of weights and x are summed.
 """
 
 import functools

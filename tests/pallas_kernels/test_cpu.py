@@ -117,12 +117,16 @@ def test_activations_are_rounded_in_the_groups_that_share_a_scale(format, group)
     assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 1e-2
 
 
-@pytest.mark.parametrize("rows", [1, 4, 6])
-def test_rows_are_computed_alike_whatever_is_beside_them(rows):
-    w, _ = weights("q4_k", 3, 70, 512)
-    x = np.random.default_rng(4).standard_normal((16, 512)).astype(np.float32)
-    alone = np.stack([matmul(row, w) for row in x])
-    np.testing.assert_array_equal(matmul(x[:rows], w), alone[:rows])
+@pytest.mark.parametrize("rows", [2, 6, 7, 33])
+@pytest.mark.parametrize(
+    ("format", "bits"), [("q4_k", 8), ("q4_1", 8), ("q1_0", 8), ("q6_k", 16), ("f16", 8)]
+)
+def test_rows_have_the_same_bits_whatever_is_beside_them(format, bits, rows):
+    """By both kernels, also where columns fill no whole chunk."""
+    w, _ = weights(format, 3, 70, 512 if format in ("q4_k", "q6_k", "q1_0") else 480, bits=bits)
+    x = np.random.default_rng(rows).standard_normal((rows, w.shape[1])).astype(np.float32)
+    together = np.asarray(matmul(x, w))
+    np.testing.assert_array_equal(together, np.stack([matmul(row, w) for row in x]))
 
 
 def test_a_layer_that_is_traced_in_a_scan():
