@@ -105,7 +105,9 @@ def from_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
-    arguments.kind("checkpoint", checkpoint, Checkpoint, "what checkpoints.open_checkpoint returns")
+    if not isinstance(checkpoint, Checkpoint):
+        name = type(checkpoint).__name__
+        raise TypeError(f"checkpoint is a {name}; give what checkpoints.open_checkpoint returns")
     _check_load(run, mesh, progress)
     compile_cache.use()
     threads.use()
