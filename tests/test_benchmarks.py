@@ -324,3 +324,14 @@ def test_devices_for_some_requests_a_minute_are_as_many_as_bear_them():
     assert most["ttft_p95_s"] <= 1.0 and most["per_token_p95_s"] <= 0.05
     assert few["devices"] == 1 and few["busy"] < 0.2 < most["busy"]
     assert many["devices"] == -(-100000 // (0.9 * most["most_a_minute_of_a_device"]))
+
+
+def test_what_a_user_waits_for_is_in_seconds():
+    rows = [
+        json.loads(line)
+        for line in script("start", "-m", "synth:tiny-llama:q8_0", "-n", 8, "-b", 2).splitlines()
+    ]
+    assert [row["start"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 0 < row["imported"] <= row["loaded"] <= row["first_piece"]
+        assert {"silence", "other_length", "other_number", "warmup", "commit", "device", "jax"} <= row.keys()
