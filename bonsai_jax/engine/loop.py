@@ -114,7 +114,7 @@ class Loop:
     def turn(self) -> bool:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
         left."""
-        plan = None
+        plan, reads = None, False
         if self._unread_plans() < 2:
             plan = self.scheduler.plan()
             if plan is None:
@@ -123,13 +123,13 @@ class Loop:
                 self.plans += 1
                 self._dispatch(plan)
         if self._flying and (plan is None or self._unread_plans() > 1):
-            flight = self._flying.popleft()
+            flight, reads = self._flying.popleft(), True  # it may free the pages that a request waits for
             first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
             if not first_token:  # a first token is read before more programs are compiled
                 self.runner.catch_up()
             self._read(flight)
             self.failures = 0
-        return plan is not None or bool(self._flying) or bool(self.scheduler.waiting)
+        return plan is not None or reads or bool(self._flying) or bool(self.scheduler.waiting)
 
     def fail(self, error: Exception) -> None:
         """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what

@@ -18,6 +18,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.answers import Reader
+from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.progress import said_after
 from tests.bonsai_jax.tokens import assert_same
 
@@ -227,6 +228,20 @@ def test_decode_is_compiled_while_the_prompt_is_read(monkeypatch):
         jax.monitoring.unregister_event_duration_listener(listen)
     assert sum(len(piece.tokens) for piece in pieces) == 3
     assert sorted(name.split("_")[0] for name in compiled) == ["MainThread", "bonsai-jax compile"]
+
+
+def test_work_that_waits_for_the_last_dispatch_is_done(monkeypatch):
+    """Nothing can be planned until a dispatch is read, as where another request's pages must come free."""
+    plan, turns = Scheduler.plan, []
+
+    def short_of_pages(scheduler):
+        flying = any(r.flights for device in scheduler.devices for r in device.running)
+        turns.append(flying)
+        return None if turns[-1] else plan(scheduler)
+
+    monkeypatch.setattr(Scheduler, "plan", short_of_pages)
+    (output,) = bj.generate(tiny(), [prompt(20, 3)], max_new_tokens=70, sampling=GREEDY, ignore_eos=True)
+    assert True in turns and len(output.tokens) == 70
 
 
 def test_a_long_compilation_is_said_on_stderr(capsys):
