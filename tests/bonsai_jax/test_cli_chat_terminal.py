@@ -79,7 +79,7 @@ def test_a_chat_in_a_terminal(tmp_path):
         # A message is changed and sent again.
         window.wait(AT_PROMPT)
         window.type("/edit\r")
-        window.wait("^> And now[?]$")
+        window.wait("^> /edit\n> And now[?]$")  # not where it was typed
         window.type("\x15And then?\r")  # Ctrl-U deletes the line
         window.wait(r"^> And then\?\n(.*\n)+cut off")
         window.type(f"/save {tmp_path / 'edited.json'}\r")
