@@ -27,6 +27,7 @@ def messages(path):
     return [message["content"] for message in json.loads(path.read_text())["messages"]]
 
 
+@pytest.mark.slow  # it leans on timing: not for a machine that is busy with other tests
 def test_a_chat_in_a_terminal(tmp_path):
     """One process for all of it, because starting takes most of the time."""
     long, too_long = talk(tmp_path / "long.json", 5), talk(tmp_path / "too_long.json", 12)
