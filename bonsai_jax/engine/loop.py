@@ -8,7 +8,6 @@ It runs in a thread of its own (engine.py), or in the thread that waits for the 
 
 import dataclasses
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -165,11 +164,10 @@ class Loop:
         self.scheduler.compiled.update(sizes)
 
     def prepare(self, rows: int) -> None:
-        """Decode in programs of so many rows, which is compiled while the first prompts are read."""
+        """Begin to compile the decode program for this batch size, while the first prompts are read."""
         self.scheduler.compiled.add(rows)
         asked = self._asked(self.answers)
-        if (os.cpu_count() or 1) > 2:  # two cores are busy with the prefill, and the first token comes sooner
-            self.runner.programs.compile(self.runner.padding(rows, asked))
+        self.runner.programs.compile(self.runner.padding(rows, asked))
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
