@@ -33,6 +33,11 @@ def run(*arguments, stdin=None):
         return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
 
 
+def complaints(stderr: str) -> list[str]:
+    """The lines of stderr without those that say what is compiled, as a busy machine takes over a second."""
+    return [line for line in stderr.splitlines() if not line.startswith("bonsai-jax: compiling ")]
+
+
 def command(*arguments, **environment):
     """In a process of its own, with a compile cache."""
     return subprocess.run(

@@ -165,13 +165,18 @@ def test_vectors_are_a_prompt():
 
 
 def test_the_first_token_of_a_stream_is_there_before_steps_are_compiled(monkeypatch):
-    def failing(*_, **__):
-        raise RuntimeError("no steps yet")
+    first_piece = threading.Event()
 
-    monkeypatch.setattr(on_device, "decode_rows", failing)
+    class Decode:
+        def lower(self, *_, **__):
+            said = "no steps yet" if first_piece.wait(60) else "the first piece waits for decode"
+            raise RuntimeError(said)
+
+    monkeypatch.setattr(on_device, "decode_rows", Decode())
     model, ids = tiny(), prompt(5)
     pieces = bj.stream(model, ids, max_new_tokens=20, sampling=GREEDY, ignore_eos=True)
     assert next(pieces).tokens == [int(bj.logits(model, ids)[-1].argmax())]
+    first_piece.set()
     with pytest.raises(RuntimeError, match="no steps yet"):
         next(pieces)
 
