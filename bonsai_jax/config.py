@@ -135,8 +135,9 @@ class ModelConfig:
 
     @property
     def rope_pairs(self) -> int:
-        """Pairs that rope turns, in the first layer with attention."""
-        return self.attention.rope.pairs
+        """Pairs that rope turns, in the first layer that has one."""
+        ropes = (group.settings.rope for group in self.groups("attention"))
+        return next((rope.pairs for rope in ropes if rope is not None), 0)
 
     @property
     def draft_inputs(self) -> int:

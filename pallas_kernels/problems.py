@@ -63,7 +63,7 @@ class Attention:
     """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
 
     window, scale, softcap  of scores (attention/scores.py)
-    rotated  values of a head that rope turns; None: all
+    rotated  values of a head that rope turns; None: all; 0: none
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.

@@ -156,6 +156,8 @@ def _plain_scores(problem: Attention) -> str | None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
     if problem.softcap is not None:
         return f"scores are capped at {problem.softcap}; the kernel does not bound them"
+    if problem.rotated == 0:
+        return "queries and keys are not rotated; the kernel rotates them in every layer"
     return _attention(problem)
 
 

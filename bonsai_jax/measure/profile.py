@@ -213,10 +213,6 @@ def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[
     def step(index, params: Params, state):
         x = jax.tree.leaves(state)[0]
         positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), x.shape[:2])
-        rotations = {
-            one: rope.rotation(one, frequencies, positions)
-            for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
-        }
         place = Place(
             settings=group.settings,
             weights=params.layers[kind][work.group],
@@ -224,7 +220,7 @@ def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[
             index=index,
             eps=config.rms_norm_eps,
             positions=positions,
-            rotations=rotations,
+            rotations=rope.rotations(config, params.rope_frequencies, positions),
             num_keys=depth + tokens,
         )
         y = work.run(params, place, state)

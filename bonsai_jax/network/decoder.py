@@ -76,10 +76,7 @@ def decoder(
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
             f'mesh with an axis "{params.axis}" {", ".join(STREAM)} can be tapped, the rest without it'
         )
-    rotations = {
-        one: rope.rotation(one, frequencies, positions)
-        for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
-    }
+    rotations = rope.rotations(config, params.rope_frequencies, positions)
 
     def place_of(
         number: int, half: Any, turn: Any = 0, tap: Mapping[str, Tap] = NO_TAPS, updates: Any = None

@@ -123,8 +123,6 @@ def _attended(
 
 def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCache, positions) -> Place:
     """Where a half of the draft layer runs."""
-    own = rope.ropes(config).index(config.attention.rope)
-    rotation = rope.rotation(config.attention.rope, params.rope_frequencies[own], positions)
     return Place(
         settings=settings,
         weights=weights,
@@ -132,7 +130,7 @@ def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCach
         index=0,
         eps=config.rms_norm_eps,
         positions=positions,
-        rotations={config.attention.rope: rotation},
+        rotations=rope.rotations(config, params.rope_frequencies, positions),
         num_keys=positions.max() + 1,
         block_table=cache.block_table,
         axis=params.axis,

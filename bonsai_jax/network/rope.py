@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -95,7 +96,8 @@ def frequencies(rope: Rope) -> np.ndarray:
 
 def ropes(config: ModelConfig) -> tuple[Rope, ...]:
     """The ropes of a model, each once."""
-    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
+    each = (group.settings.rope for group in config.groups("attention"))
+    return tuple(dict.fromkeys(one for one in each if one is not None))
 
 
 def model_frequencies(config: ModelConfig, divisors: Float[Array, "R"] | None) -> list[np.ndarray]:
@@ -113,3 +115,11 @@ def rotation(
     """Cosine and sine of each pair's angle at these positions, times mscale."""
     angle = positions[..., None].astype(jnp.float32) * frequencies
     return rope.mscale * jnp.cos(angle), rope.mscale * jnp.sin(angle)
+
+
+def rotations(
+    config: ModelConfig, frequencies: Sequence[Float[Array, "R"]], positions: Int[Array, "B T"]
+) -> dict[Rope, tuple[Float[Array, "B T R"], Float[Array, "B T R"]]]:
+    """`rotation` of each of a model's ropes, whose frequencies are Params.rope_frequencies."""
+    each = zip(ropes(config), frequencies, strict=True)
+    return {one: rotation(one, own, positions) for one, own in each}

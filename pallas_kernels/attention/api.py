@@ -26,7 +26,7 @@ def attend(
     positions: Int[Array, "B T"],
     layer: int | Int[Array, ""],
     *,
-    rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
+    rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]] | None,
     interleaved: bool,
     norms: tuple[Float[Array, "L D"] | None, Float[Array, "L D"] | None],
     eps: float,
@@ -44,7 +44,7 @@ def attend(
 
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
-    rotation   cos and sin of the new tokens' angles, for rope
+    rotation   cos and sin of the new tokens' angles, for rope; None: nothing is rotated (NoPE)
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
     window, scale, softcap  as for `attention`
@@ -78,8 +78,10 @@ def attend(
         )
     heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
     kernel = selection.get(Attention, impl if T == 1 else prefill_impl)
-    pairs, gate = rotation[0].shape[-1], None
-    within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes have them
+    gate, within_lanes = None, True
+    if rotation is not None:
+        pairs = rotation[0].shape[-1]
+        within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes do
     if gated and not (kernel.fused and within_lanes and not taps):
         qkv, gate = _ungated(qkv, heads, head_dim)
         width = qkv.shape[-1]
@@ -93,15 +95,17 @@ def attend(
         q, k, v = split(qkv.reshape(B, T, -1, head_dim))
         if norms[0] is not None and norms[1] is not None:
             q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
-        return apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved), v
+        if rotation is not None:
+            q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
+        return q, k, v
 
     if kernel.fused:
         gammas = norms if norms[0] is not None else None
-        if within_lanes:
-            cos, sin = (x[:, 0] for x in rotation)
-        else:  # before the kernel
+        cos = sin = None
+        if not within_lanes:  # before the kernel
             qkv, gammas = jnp.concatenate(turned(), axis=2).reshape(B, T, width), None
-            cos = sin = None
+        elif rotation is not None:
+            cos, sin = (x[:, 0] for x in rotation)
         gates_too = gated and gate is None
         attends = functools.partial(
             kernel, eps=eps, interleaved=interleaved, gated=gates_too, scores=Scores(window, scale, softcap)

@@ -132,6 +132,22 @@ def test_attention_in_lockstep_is_the_reference(
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("D", [64, 256])
+@pytest.mark.parametrize("normed", [True, False])
+def test_without_a_rope_nothing_is_rotated(D, normed):
+    """Angles of 0, in the reference; and the kernel, which is given no cosines and sines."""
+    args, rest = problem(4, 2, D, [129, -1, 7], 16, "float32", False, normed)
+    cos, sin = rest["rotation"]
+    want = attend_jit(*args, **rest | {"rotation": (np.ones_like(cos), np.zeros_like(sin))})
+    rest["rotation"] = None
+    for name, array in enumerate(attend_jit(*args, **rest)[:3]):
+        np.testing.assert_array_equal(array, want[name])
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 2):
+        out, *pages, _ = attend(*args, **rest, impl="decode")
+    np.testing.assert_allclose(out, want[0], atol=3e-5, rtol=1e-5)
+    np.testing.assert_allclose(pages, want[1:3], atol=1e-5, rtol=1e-5)
+
+
 def softmax_of_exact(qkv, k_pages, v_pages, table, length, H, Hkv, D):
     """One row's attention in float64, of numbers that no cache has rounded; without rope."""
     q, k, v = np.split(np.float64(qkv).reshape(-1, D), (H, H + Hkv))

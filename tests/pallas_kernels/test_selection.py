@@ -245,6 +245,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
         ({"attention": dataclasses.replace(STEP.attention, softcap=50.0)}, "scores are capped at 50.0"),
+        ({"attention": dataclasses.replace(STEP.attention, rotated=0)}, "queries and keys are not rotated"),
         (
             {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
             "not all layers' weights are Q1_0, joined by layer: q4_k",
@@ -320,6 +321,7 @@ MOE_STEP = dataclasses.replace(
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
         ({"folded": True}, "attention without gates, and weights that are not folded"),
         ({"plain": False}, "attention without gates, and weights that are not folded"),
+        ({"attention": dataclasses.replace(MOE_STEP.attention, rotated=0)}, "keys are not rotated"),
     ],
 )
 def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):

@@ -35,7 +35,7 @@ class Attention:
     """How a layer's tokens attend to each other.
 
     num_heads, num_kv_heads, head_dim   query heads, heads of keys and values, the width of each
-    rope     how queries and keys are rotated
+    rope     how queries and keys are rotated; None: they are not (NoPE)
     window   keys that a query sees, its own among them; None: all before it
     scale    factor on scores; None: 1 / sqrt(head_dim)
     softcap  scores become c tanh(scores / c); None: they stay as they are
@@ -46,7 +46,7 @@ class Attention:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: Rope
+    rope: Rope | None
     window: int | None = None
     scale: float | None = None
     softcap: float | None = None
@@ -64,7 +64,7 @@ class Attention:
             raise ValueError(
                 f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
             )
-        if self.rope.dim > self.head_dim:
+        if self.rope is not None and self.rope.dim > self.head_dim:
             raise ValueError(
                 f"model config: rope turns {self.rope.dim} values of a head of {self.head_dim}; at most all "
                 "of them are expected"
@@ -115,7 +115,8 @@ class Attention:
         """What the choice of kernels depends on: for one token of each sequence, and for many. `run` must be
         resolved."""
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, run.page_size, str(run.cache_dtype))
-        rotated = None if self.rope.dim == self.head_dim else self.rope.dim
+        turned = 0 if self.rope is None else self.rope.dim
+        rotated = None if turned == self.head_dim else turned
         rest = {"window": self.window, "scale": self.scale, "softcap": self.softcap, "rotated": rotated}
         return (
             problems.Attention(device.platform(), "decode", *sizes, **rest),
@@ -354,16 +355,17 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
 def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
     """Attention's output before its projection, [B, T, Q], the state and the workspace; qkv has no bias yet,
     and x, the layer's input, is not needed."""
-    w, settings = place.weights, place.settings
+    w, settings, rope = place.weights, place.settings, place.settings.rope
     qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias[place.index]
     table = place.block_table if state.ring is None else state.ring
     assert table is not None
     out, k_pages, v_pages, workspace = attend(
         qkv, state.k, state.v, table, place.positions, place.index,
-        rotation=place.rotations[settings.rope], interleaved=settings.rope.interleaved, norms=w.head_norms,
-        eps=place.eps, num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl,
-        window=settings.window, scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
-        workspace=workspace, taps=place.taps,
+        rotation=None if rope is None else place.rotations[rope],
+        interleaved=rope is not None and rope.interleaved, norms=w.head_norms, eps=place.eps,
+        num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
+        scale=settings.scale, softcap=settings.softcap, gated=settings.gated, workspace=workspace,
+        taps=place.taps,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
 
