@@ -27,10 +27,14 @@ class Half(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer: x <- x + mixer(x), among tokens; then x <- x + channels(x), within each token."""
+    """One layer: x <- x + mixer(x), among tokens; then x <- x + channels(x), within each token.
+
+    parallel  both halves read the layer's input: x <- x + mixer(x) + channels(x)
+    """
 
     mixer: Any  # a Half
     channels: Any  # a Half
+    parallel: bool = False
 
     @property
     def halves(self) -> tuple[Any, Any]:
@@ -62,6 +66,8 @@ class ModelConfig:
     rms_norm_eps     of every norm
     layers           what each layer does (network/kinds)
     embedding_scale  the embedding's rows are multiplied by it
+    logit_scale      logits are multiplied by it
+    layer_norm       norms subtract the mean first: LayerNorm without bias (Ba et al. 2016); else RMSNorm
     logit_softcap    logits become c tanh(logits / c); None: they stay as they are
     skipped          prefixes of tensor names that are not loaded: a draft layer, a vision tower
     draft            prefix of the draft layer's tensors (network/draft.py); None: the file has none, or it is
@@ -75,6 +81,8 @@ class ModelConfig:
     rms_norm_eps: float
     layers: tuple[Layer, ...]
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    layer_norm: bool = False
     logit_softcap: float | None = None
     skipped: tuple[str, ...] = ()
     draft: str | None = None
@@ -130,7 +138,10 @@ class ModelConfig:
     def for_device(self, parts: int) -> "ModelConfig":
         """The config of each of `parts` devices that share the weights."""
         halves = {half: half.for_device(parts) for layer in self.layers for half in layer.halves}
-        layers = tuple(Layer(halves[layer.mixer], halves[layer.channels]) for layer in self.layers)
+        layers = tuple(
+            dataclasses.replace(layer, mixer=halves[layer.mixer], channels=halves[layer.channels])
+            for layer in self.layers
+        )
         return dataclasses.replace(self, layers=layers)
 
     @property

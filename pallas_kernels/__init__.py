@@ -5,6 +5,7 @@ from pallas_kernels.activations import (
     GELU_TANH,
     RELU_SQUARED,
     SILU,
+    XIELU,
     Activation,
     clamped_swiglu,
     swiglu_oai,
@@ -13,7 +14,7 @@ from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
 from pallas_kernels.matmul import gated, matmul
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.pytree import serializable
 from pallas_kernels.qtensor import LayerStack, Products, QTensor, Rows, dequantize, from_blocks, quantize
 from pallas_kernels.rotation import Rotation
@@ -24,6 +25,7 @@ __all__ = [
     "GELU_TANH",
     "RELU_SQUARED",
     "SILU",
+    "XIELU",
     "Activation",
     "LayerStack",
     "Products",
@@ -42,6 +44,7 @@ __all__ = [
     "for_device",
     "from_blocks",
     "gated",
+    "layer_norm",
     "matmul",
     "quantize",
     "rms_norm",

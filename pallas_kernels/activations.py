@@ -23,12 +23,16 @@ class Math(NamedTuple):
     minimum, maximum  (x, constant) -> the smaller, the larger
     times_sigmoid     (x, z) -> x / (1 + exp(-z))
     normal            x -> Phi(x), the standard normal distribution
+    expm1             x -> exp(x) - 1, for x below 0
+    if_positive       (x, a, b) -> a where x > 0, else b
     """
 
     minimum: Callable[[Any, float], Any]
     maximum: Callable[[Any, float], Any]
     times_sigmoid: Callable[[Any, Any], Any]
     normal: Callable[[Any], Any]
+    expm1: Callable[[Any], Any]
+    if_positive: Callable[[Any, Any, Any], Any]
 
 
 ARRAYS = Math(
@@ -36,6 +40,8 @@ ARRAYS = Math(
     jnp.maximum,
     lambda x, z: x * jax.nn.sigmoid(z),
     lambda x: 0.5 * jax.lax.erfc(x * -(2**-0.5)),
+    jnp.expm1,
+    lambda x, a, b: jnp.where(x > 0, a, b),
 )
 
 
@@ -55,9 +61,11 @@ class Activation:
         if self.formula.__closure__ is not None:
             raise ValueError(f"{self}: its formula closes over values; pass them as constants")
 
-    def __call__(self, gate, up, *, math: Math = ARRAYS):
-        """Hidden values from outputs of the gate and of the up projection, elementwise."""
-        return self.formula(gate, up, math, *self.constants)
+    def __call__(self, gate, up, *, math: Math = ARRAYS, constants=None):
+        """Hidden values from outputs of the gate and of the up projection, elementwise.
+
+        constants  in place of its own; they may be traced"""
+        return self.formula(gate, up, math, *(self.constants if constants is None else constants))
 
     def __str__(self):
         constants = ", ".join(f"{constant:g}" for constant in self.constants)
@@ -89,6 +97,11 @@ def relu_squared(gate, up, math: Math):
     return positive * positive * up
 
 
+def xielu(gate, up, math: Math, alpha_p: float, alpha_n: float, beta: float, eps: float):
+    below = math.expm1(math.minimum(gate, eps)) - gate
+    return (math.if_positive(gate, gate * gate * alpha_p, below * alpha_n) + gate * beta) * up
+
+
 def _clamped_swiglu(gate, up, math: Math, limit: float):
     return silu(math.minimum(gate, limit), _clamped(up, limit, math), math)
 
@@ -110,6 +123,10 @@ GELU_TANH = Activation(gelu_tanh)
 """0.5 g (1 + tanh(sqrt(2 / pi) (g + 0.044715 g^3))) u, as in Gemma."""
 RELU_SQUARED = Activation(relu_squared)
 """max(g, 0)^2 u (So et al. 2021)."""
+
+XIELU = Activation(xielu)
+"""(alpha_p g^2 + beta g) u for g > 0, else (alpha_n (exp(min(g, eps)) - 1 - g) + beta g) u (Huang and Schlag
+2025), as in Apertus. Its constants, alpha_p, alpha_n, beta and eps, differ from layer to layer."""
 
 
 def clamped_swiglu(limit: float) -> Activation:
@@ -138,3 +155,10 @@ def half_erfc(z, t, exp: Callable):
     highest, second, *others = _ERFC
     p = functools.reduce(lambda so_far, c: so_far * t + c, others, t * highest + second)
     return t * exp(p - z * z) * 0.5
+
+
+def expm1_near_0(x):
+    """exp(x) - 1 for |x| <= 0.5, by nine terms of its series: for kinds of numbers that have no expm1."""
+    return x * functools.reduce(
+        lambda so_far, n: so_far * x * (1 / n) + 1.0, range(8, 1, -1), x * (1 / 9) + 1.0
+    )

@@ -104,6 +104,7 @@ class Step:
     plain       whether all layers mix tokens by attention without gates
     folded      whether weights are folded (rotation.py)
     post_norms  whether what a half of a layer adds to its input is normed first
+    unknown     names of settings and arrays of the model that no kernel of several phases was written for
     attention   of one query a row
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
@@ -123,6 +124,7 @@ class Step:
     plain: bool = True
     folded: bool = False
     post_norms: bool = False
+    unknown: tuple[str, ...] = ()
     experts: tuple[int, int] | None = None
 
     def __str__(self):

@@ -263,6 +263,8 @@ def _several_phases(problem: Step) -> str | None:
         return "between a layer's phases devices that share weights must add their parts"
     if problem.post_norms:
         return "what attention or the feed-forward adds is normed first, which the kernel does not do"
+    if problem.unknown:
+        return f"the model has {', '.join(problem.unknown)}, which the kernel was not written for"
     return None
 
 

@@ -222,6 +222,7 @@ def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[
             positions=positions,
             rotations=rope.rotations(config, params.rope_frequencies, positions),
             num_keys=depth + tokens,
+            layer_norm=config.layer_norm,
         )
         y = work.run(params, place, state)
         return y if work.chained else chained(y, state)

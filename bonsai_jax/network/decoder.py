@@ -79,7 +79,12 @@ def decoder(
     rotations = rope.rotations(config, params.rope_frequencies, positions)
 
     def place_of(
-        number: int, half: Any, turn: Any = 0, tap: Mapping[str, Tap] = NO_TAPS, updates: Any = None
+        number: int,
+        half: Any,
+        turn: Any = 0,
+        tap: Mapping[str, Tap] = NO_TAPS,
+        updates: Any = None,
+        start: Any = None,
     ) -> Place:
         """Where a half of the layer at a place of the turn-th period runs; turn may be traced."""
         group = config.position(number, half).group
@@ -97,18 +102,21 @@ def decoder(
             peers=params.peers,
             taps=tap,
             updates=updates,
+            layer_norm=config.layer_norm,
+            start=start,
         )
 
     def layer_step(carry, number, turn=0, tapped=None):
         """The layer at a place of the turn-th period; tapped: whether taps have a place there."""
         x, cache, workspace = carry
-        layer, read = config.layers[number], {}
+        layer, read, start = config.layers[number], {}, None
         tapped = taps.taps_layer(number) if tapped is None else tapped
         tap = taps.for_layer(_layer_number(config, number, turn), read) if tapped else NO_TAPS
         for half, site in zip(layer.halves, ("input", "middle"), strict=True):
             updates: dict[str, Any] = {}
-            place = place_of(number, half, turn, tap, updates if keep_updates else None)
+            place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
             x = place.tapped(site, x)
+            start = x if layer.parallel and start is None else start
             states = cache.states.get(half.kind)
             state = states and states[place.group]
             x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
@@ -222,7 +230,8 @@ def replay(
 
             def layer(state, inputs, kind=kind, group=group, settings=settings, weights=weights):
                 index, updates = inputs
-                place = Place(settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
+                eps, layer_norm = config.rms_norm_eps, config.layer_norm
+                place = Place(settings, weights, group, index, eps, positions, {}, 0, layer_norm=layer_norm)
                 return kinds.get(kind).replay(updates, place, state), None
 
             each = jnp.arange(len(config.groups(kind)[group].layers)), own
@@ -242,7 +251,7 @@ def unembed(
 ) -> Float[Array, "*batch V"]:
     """Scores of every token of the vocabulary, from the residual stream.
 
-    logits = W_head rms_norm(hidden);  with a softcap c, c tanh(logits / c)
+    logits = logit_scale W_head norm(hidden);  with a softcap c, c tanh(logits / c)
 
     hidden  float32 [..., hidden], not normed: the last layer's "output", or that of any layer (a logit lens)
     Returns float32 [..., vocabulary]. Tied models use the embedding as W_head. Differentiable in hidden.
@@ -251,7 +260,9 @@ def unembed(
     if hidden.shape[-1:] != (config.hidden,):
         raise ValueError(f"unembed: hidden is {list(hidden.shape)}; expected [..., {config.hidden}]")
     head = params.embed if params.head is None else params.head
-    scores = matmul(hidden, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    eps, layer_norm = config.rms_norm_eps, config.layer_norm
+    scores = matmul(hidden, head, gamma=params.final_norm, eps=eps, layer_norm=layer_norm)
+    scores = scores if config.logit_scale == 1 else scores * config.logit_scale
     if params.axis is not None:
         # The last device's share of the vocabulary may be padded.
         scores = jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]

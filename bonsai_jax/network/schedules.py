@@ -10,6 +10,7 @@ refusals of pallas_kernels.
 """
 
 import dataclasses
+from typing import Any
 
 from bonsai_jax.network import kinds
 from bonsai_jax.weights.records import LoadPlan
@@ -87,4 +88,39 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         plain=len({layer.mixer for layer in config.layers}) == 1 and not config.attention.gated,
         folded=folded,
         post_norms=any(vector.array == "post_norm" for vector in plan.vectors),
+        unknown=_unknown(plan),
     )
+
+
+# Settings of a model that its fused launches know of, or that do not concern its layers.
+MODEL = {
+    "architecture", "hidden", "vocab_size", "context_length", "rms_norm_eps", "layers", "embedding_scale",
+    "logit_scale", "logit_softcap", "skipped", "draft",
+}  # fmt: skip
+LAYER = {"mixer", "channels"}
+
+
+def _unknown(plan: LoadPlan) -> tuple[str, ...]:
+    """Settings and arrays of a model that no fused launch was written for. Those of layers: kinds' FUSED."""
+    config, fused = plan.config, [kind for kind in plan.config.kinds if kinds.get(kind).PRODUCTS]
+    known = {kind: {*kinds.get(kind).PRODUCTS, *kinds.get(kind).FUSED} for kind in fused}
+    names = _set_beside(config, MODEL)
+    for layer in dict.fromkeys(config.layers):
+        names += _set_beside(layer, LAYER)
+        names += [
+            name
+            for half in layer.halves
+            if half.kind in known
+            for name in _set_beside(half, known[half.kind])
+        ]
+    arrays = [(one.kind, one.group, one.array) for one in (*plan.stacks, *plan.vectors)]
+    names += [array for kind, _, array in arrays if kind in known and array not in known[kind]]
+    groups = [(kind, group) for kind in fused for group in range(len(config.groups(kind)))]
+    names += ["no norm" for group in groups if (*group, "norm") not in arrays]
+    return tuple(dict.fromkeys(names))
+
+
+def _set_beside(settings: Any, known: set[str]) -> list[str]:
+    """Names of the other fields that have another value than their default."""
+    fields = [field for field in dataclasses.fields(settings) if field.name not in known]
+    return [field.name for field in fields if getattr(settings, field.name) != field.default]

@@ -17,7 +17,7 @@ from bonsai_jax.network.params import Params
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research.batches import batches
 from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
-from pallas_kernels import rms_norm
+from pallas_kernels import layer_norm, rms_norm
 
 
 def embed_texts(
@@ -29,7 +29,7 @@ def embed_texts(
 ) -> Float[np.ndarray, "N H"]:
     """A unit vector for each text, from the model's last hidden states.
 
-    h_t = rms_norm(x_t), the residual stream behind the last layer at token t, after the final norm: what the
+    h_t = norm(x_t), the residual stream behind the last layer at token t, after the final norm: what the
     output matrix reads.  "mean": e = sum_t h_t / T;  "last": e = h_T.  Returned: e / |e|
 
     texts     texts (encoded with the tokenizer's special tokens) or token ids
@@ -68,7 +68,8 @@ def pooled(
     pooling: choices.Pooling,
 ) -> Float[Array, "B H"]:
     """The normed hidden states of each row's tokens as one unit vector."""
-    normed = rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+    norm = layer_norm if config.layer_norm else rms_norm
+    normed = norm(hidden, params.final_norm, config.rms_norm_eps)
     offset = jnp.arange(hidden.shape[1])
     taken = offset < lengths[:, None] if pooling == "mean" else offset == lengths[:, None] - 1
     total = jnp.where(taken[..., None], normed, 0.0).sum(1)  # its length does not matter: no mean is needed

@@ -93,36 +93,38 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
 
     Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
     skipped = (*config.skipped, *([config.draft] if config.draft else []))
-    unused: dict[str, Source] = {
+    tensors: dict[str, Source] = {
         _without_prefix(name): Drawn(t) if isinstance(t, RandomTensor) else t
         for name, t in checkpoint.tensors.items()
         if not name.startswith(skipped)
     }
     matched: dict[Spec, Sources] = {}
+    used: set[str] = set()  # a norm may serve two halves of a layer
     for spec in specs:
         pattern = spec.name(checkpoint.naming)
         layers = () if pattern is None else spec.layers(config)
         names = {layer: str(pattern).format(layer, "*") for layer in layers}
         if pattern is not None and pattern.count("{}") == 2:
             for layer in layers:
-                _gather(checkpoint, unused, pattern, layer, spec.sizes(config, layer)[0])
-        if spec.optional and not any(name in unused for name in names.values()):
+                _gather(checkpoint, tensors, pattern, layer, spec.sizes(config, layer)[0])
+        if spec.optional and not any(name in tensors for name in names.values()):
             names = {}
         for layer, name in names.items():
-            if name not in unused:
+            if name not in tensors:
                 raise CheckpointError(
                     f"{checkpoint.source}: tensor {name} is missing; "
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
-            expected, shape = spec.sizes(config, layer), unused[name].shape
+            expected, shape = spec.sizes(config, layer), tensors[name].shape
             if (tuple(size for size in shape if size > 1) if spec.plain else shape) != expected:
                 raise CheckpointError(
                     f"{checkpoint.source}: tensor {name} has shape {shape}; "
                     f"the metadata asks for {expected} ({', '.join(spec.shape)})"
                 )
-        matched[spec] = {layer: unused.pop(name) for layer, name in names.items()}
-    if unused:
-        listed = ", ".join(list(unused)[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        matched[spec] = {layer: tensors[name] for layer, name in names.items()}
+        used.update(names.values())
+    if unused := [name for name in tensors if name not in used]:
+        listed = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
         raise CheckpointError(
             f"{checkpoint.source}: {config.architecture} has no place for tensor {listed}; "
             "running without it would give wrong text"

@@ -28,7 +28,7 @@ def attend(
     *,
     rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]] | None,
     interleaved: bool,
-    norms: tuple[Float[Array, "L D"] | None, Float[Array, "L D"] | None],
+    norms: tuple[Float[Array, "L D"] | None, Float[Array, "L D"] | None] | Callable,
     eps: float,
     num_keys: int | Int[Array, ""],
     impl: str = "reference",
@@ -43,7 +43,8 @@ def attend(
     """What a layer does between its projections: QK-norm, rope, cache write, attention.
 
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
-    norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
+    norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it; or another norm
+               as a function, (q, k) -> (q, k) of heads [B, T, heads, D], which is applied before a kernel
     rotation   cos and sin of the new tokens' angles, for rope; None: nothing is rotated (NoPE)
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
@@ -82,6 +83,7 @@ def attend(
     if rotation is not None:
         pairs = rotation[0].shape[-1]
         within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes do
+    within_lanes = within_lanes and not callable(norms)
     if gated and not (kernel.fused and within_lanes and not taps):
         qkv, gate = _ungated(qkv, heads, head_dim)
         width = qkv.shape[-1]
@@ -93,14 +95,16 @@ def attend(
 
     def turned() -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = split(qkv.reshape(B, T, -1, head_dim))
-        if norms[0] is not None and norms[1] is not None:
+        if callable(norms):
+            q, k = norms(q, k)
+        elif norms[0] is not None and norms[1] is not None:
             q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
         if rotation is not None:
             q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
         return q, k, v
 
     if kernel.fused:
-        gammas = norms if norms[0] is not None else None
+        gammas = None if callable(norms) or norms[0] is None else norms
         cos = sin = None
         if not within_lanes:  # before the kernel
             qkv, gammas = jnp.concatenate(turned(), axis=2).reshape(B, T, width), None

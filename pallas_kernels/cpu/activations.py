@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import formats
-from pallas_kernels.activations import Activation, Math, half_erfc
+from pallas_kernels.activations import Activation, Math, expm1_near_0, half_erfc
 from pallas_kernels.cpu import compiled, ffi, later
 from pallas_kernels.cpu.values import (
     F32,
@@ -296,6 +296,8 @@ MATH = Math(
     lambda x, limit: x.called("llvm.maxnum", constant(x.b, x.type, limit)),
     lambda x, z: x / (exp(-z) + 1.0),
     _normal,
+    lambda x: x.compared(">", -0.5).select(expm1_near_0(x), exp(x) - 1.0),
+    lambda x, a, b: x.compared(">", 0.0).select(a, b),
 )
 
 

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import kernel_of, product, rotated_input
+from pallas_kernels.norm import centered
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
 from pallas_kernels.tiles import TILE_ROWS
 
@@ -20,6 +21,7 @@ def matmul(
     *,
     gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
     eps: float = 0.0,
+    layer_norm: bool = False,
     residual: Float[Array, "*batch N"] | None = None,
 ) -> Float[Array, "*batch N"]:
     """Product of activations with the dequantized weights of one matrix.
@@ -30,6 +32,7 @@ def matmul(
     w         QTensor of N x K, or a stack of them (a LayerStack, or a QTensor with a leading layer axis) with
     layer     the index into it, which may be traced: kernels index the stack themselves, nothing is sliced
     gamma     with it, norm is rms_norm with gamma[layer] and eps; without, x itself
+    layer_norm  norm is layer_norm, which subtracts the mean first
     residual  without it, 0
     Returns float32 [..., N].
     Raises ValueError where sizes do not fit each other or the format's block, and TypeError for numbers that
@@ -46,6 +49,7 @@ def matmul(
     gamma, one launch each.
     """
     _check("matmul", x, {"w": w}, layer, gamma, residual)
+    x = centered(x.astype(jnp.float32)) if layer_norm else x
     return product(x, (w,), layer, gamma, eps, residual)
 
 
@@ -58,6 +62,7 @@ def gated(
     activation: Activation = SILU,
     gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
     eps: float = 0.0,
+    layer_norm: bool = False,
 ) -> Float[Array, "*batch N"]:
     """The first half of a gated feed-forward (Shazeer 2020).
 
@@ -67,6 +72,7 @@ def gated(
     The other arguments, result, errors and derivatives as for `matmul`; gate and up have the same shape.
     """
     _check("gated", x, {"gate": gate, "up": up}, layer, gamma, None)
+    x = centered(x.astype(jnp.float32)) if layer_norm else x
     return product(x, (gate, up), layer, gamma, eps, None, activation)
 
 

@@ -13,6 +13,7 @@ from pallas_kernels import (
     GELU_TANH,
     RELU_SQUARED,
     SILU,
+    XIELU,
     Activation,
     Products,
     clamped_swiglu,
@@ -38,6 +39,12 @@ def swiglu_of_gpt_oss(g, u):
     return g / (1 + np.exp(-1.702 * g)) * (u + 1)
 
 
+def xielu(x):
+    """With alpha_n below beta, so that no x < 0 gives 0: near it few digits would be right."""
+    below = 0.3 * (np.expm1(np.minimum(x, -1e-6)) - x)
+    return np.where(x > 0, 0.8 * x**2, below) + 0.5 * x
+
+
 DEFINITIONS = {
     SILU: lambda g, u: silu(g) * u,
     GELU: lambda g, u: g / 2 * np.vectorize(math.erfc)(-g / math.sqrt(2)) * u,
@@ -45,6 +52,7 @@ DEFINITIONS = {
     RELU_SQUARED: lambda g, u: np.maximum(g, 0) ** 2 * u,
     clamped_swiglu(0.5): lambda g, u: silu(np.minimum(g, 0.5)) * np.clip(u, -0.5, 0.5),
     swiglu_oai(): swiglu_of_gpt_oss,
+    Activation(XIELU.formula, (0.8, 0.3, 0.5, -1e-6)): lambda g, u: xielu(g) * u,
 }
 ACTIVATIONS = pytest.mark.parametrize("activation", DEFINITIONS, ids=str)
 OTHERS = pytest.mark.parametrize("activation", [GELU_TANH, clamped_swiglu(0.5)], ids=str)
@@ -90,7 +98,7 @@ def test_gates_far_from_zero_are_finite(activation, gate):
 def test_activations_are_static_values():
     """Equal ones are one key of jit; compiled code for CPUs is stored by a text that tells others apart."""
     assert swiglu_oai() == swiglu_oai(7.0) != swiglu_oai(6.0) and hash(SILU) == hash(Activation(SILU.formula))
-    assert len({repr(activation) for activation in (*DEFINITIONS, swiglu_oai(7.0000001))}) == 7
+    assert len({repr(activation) for activation in (*DEFINITIONS, swiglu_oai(7.0000001))}) == 8
     assert str(swiglu_oai()) == "swiglu_oai(7, 1.702)"
     limit = 2.0
     with pytest.raises(ValueError, match="closes over values; pass them as constants"):

@@ -8,6 +8,8 @@
                   `tensors(...)` picks those that an architecture has
     Weights       the arrays that they become, stacked over the layers of a group (ModelConfig.groups)
     PRODUCTS      the arrays that fused launches multiply with (network/fused.py); None: none computes it
+    FUSED         beside PRODUCTS: the settings and the small arrays that fused launches know of, or that the
+                  refusals of pallas_kernels see. A model with others runs operation by operation
     SITES         its taps (network/taps.py)
     block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
     phases        settings -> the parts of `block` that measure/profile.py times (phases.py)

@@ -1,6 +1,6 @@
 """Grouped-query attention over a paged cache of keys and values, with its projections.
 
-    x + norm(W_o attention(rope(q), rope(k), v)),   q, k, v = W_qkv norm(x)
+    x + norm(W_o norm(attention(rope(norm(q)), rope(norm(k)), v))),   q, k, v = W_qkv norm(x)
 
 with the norms, biases, gates and limits that an architecture sets.
 """
@@ -27,6 +27,10 @@ from pallas_kernels.attention import TAPS as KERNEL_TAPS
 from pallas_kernels.cache_layouts import Pages
 
 PRODUCTS = ("qkv", "o")  # arrays that fused launches multiply with (network/fused.py)
+FUSED = (
+    "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale", "softcap", "gated",
+    "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
+)  # fmt: skip
 SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 
 
@@ -101,9 +105,12 @@ class Attention:
             return even_runs(self.q_rows, parts)
         if axis == "head inputs":
             return even_runs(self.q_width, parts)
-        # "kv heads": where there are fewer of them than devices, several devices have the same one.
-        starts = tuple((d * self.num_kv_heads // parts * self.head_dim,) for d in range(parts))
-        return starts, (max(1, self.num_kv_heads // parts) * self.head_dim,)
+        if axis == "q head norms":
+            return even_runs(self.num_heads, parts)
+        # Where there are fewer KV heads than devices, several devices have the same one.
+        width = 1 if axis == "k head norms" else self.head_dim  # else "kv heads", values of all
+        starts = tuple((d * self.num_kv_heads // parts * width,) for d in range(parts))
+        return starts, (max(1, self.num_kv_heads // parts) * width,)
 
     def refuses_split(self, parts: int) -> str | None:
         """Why `parts` devices cannot share its heads, or None."""
@@ -209,8 +216,16 @@ TENSORS = {
              joined="qkv_bias"),
         Spec("q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("head_dim",)),
         Spec("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("head_dim",)),
+        Spec("q_row_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("q_width",), ("head inputs",)),
+        Spec("k_row_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("kv_width",), ("kv heads",)),
+        Spec("q_head_norms", "attn_q_norm.weight", "self_attn.q_norm.weight", ("num_heads", "head_dim"),
+             ("q head norms", None), plain=True),
+        Spec("k_head_norms", "attn_k_norm.weight", "self_attn.k_norm.weight", ("num_kv_heads", "head_dim"),
+             ("k head norms", None), plain=True),
         Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"),
              (None, "head inputs")),
+        Spec("sub_norm", "attn_sub_norm.weight", "self_attn.attn_sub_norm.weight", ("q_width",),
+             ("head inputs",)),
         Spec("post_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
     )
 }  # fmt: skip
@@ -224,6 +239,9 @@ class Weights(struct.PyTreeNode):
     norm       of the input; None: it is not normed
     qkv_bias   added to queries, keys and values
     q_norm, k_norm   of each head of queries and of keys, before the rope
+    q_row_norm, k_row_norm      the same of all heads of a token together
+    q_head_norms, k_head_norms  the same of each head, by weights of its own
+    sub_norm   of attention's output, before W_o
     post_norm  of what the layer adds to x
     """
 
@@ -233,6 +251,11 @@ class Weights(struct.PyTreeNode):
     qkv_bias: Float[Array, "L Q+2KV"] | None = None
     q_norm: Float[Array, "L D"] | None = None
     k_norm: Float[Array, "L D"] | None = None
+    q_row_norm: Float[Array, "L Q"] | None = None
+    k_row_norm: Float[Array, "L KV"] | None = None
+    q_head_norms: Float[Array, "L Hq D"] | None = None
+    k_head_norms: Float[Array, "L Hkv D"] | None = None
+    sub_norm: Float[Array, "L Q"] | None = None
     post_norm: Float[Array, "L H"] | None = None
 
     @property
@@ -349,7 +372,7 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     w = place.weights
     qkv = joined_product(x, w.qkv, place, w.norm)
     out, state, workspace = mix(qkv, x, place, state, workspace)
-    return add_product(x, out, w.o, place, "attention", w.post_norm), state, workspace
+    return add_product(x, out, w.o, place, "attention", w.post_norm, w.sub_norm), state, workspace
 
 
 def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
@@ -362,12 +385,27 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
     out, k_pages, v_pages, workspace = attend(
         qkv, state.k, state.v, table, place.positions, place.index,
         rotation=None if rope is None else place.rotations[rope],
-        interleaved=rope is not None and rope.interleaved, norms=w.head_norms, eps=place.eps,
+        interleaved=rope is not None and rope.interleaved, norms=_qk_norms(place), eps=place.eps,
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
         scale=settings.scale, softcap=settings.softcap, gated=settings.gated, workspace=workspace,
         taps=place.taps,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
+
+
+def _qk_norms(place: Place) -> Any:
+    """QK-norm for `attend`: weights of the norm that kernels have, or a function where it is another."""
+    w = place.weights
+    if w.q_row_norm is not None:
+
+        def rows(x: jax.Array, norms: Float[Array, "L D"]) -> jax.Array:
+            return place.norm(x.reshape(*x.shape[:2], -1), norms, split=True).reshape(x.shape)
+
+        return lambda q, k: (rows(q, w.q_row_norm), rows(k, w.k_row_norm))
+    q_norms, k_norms = w.head_norms if w.q_head_norms is None else (w.q_head_norms, w.k_head_norms)
+    if w.q_head_norms is not None or (place.layer_norm and q_norms is not None):
+        return lambda q, k: (place.norm(q, q_norms), place.norm(k, k_norms))
+    return w.head_norms
 
 
 def phases(settings: Attention) -> tuple[Product, Mixing, Product]:

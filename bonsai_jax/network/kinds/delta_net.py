@@ -24,6 +24,10 @@ from pallas_kernels import LayerStack, QTensor, delta_net, device, problems, sel
 from pallas_kernels.delta import Gates
 
 PRODUCTS = ("inputs", "out")  # arrays that fused launches multiply with (network/fused.py)
+FUSED = (
+    "k_heads", "v_heads", "k_dim", "v_dim", "conv", "grouped",
+    "norm", "gates", "conv_weights", "dt", "decay", "head_norm",
+)  # fmt: skip
 SITES = ()  # only what it adds to x, "attention"
 
 

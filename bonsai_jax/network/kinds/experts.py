@@ -23,13 +23,13 @@ from pallas_kernels import (
     experts_gated,
     experts_matmul,
     matmul,
-    rms_norm,
     route,
     serializable,
 )
 from pallas_kernels.activations import SILU, Activation
 
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
+FUSED = ("count", "used", "ffn", "normalized", "activation", "norm", "router")
 SITES = ("router", "experts", "expert_weights", "hidden", "mlp")
 
 
@@ -101,7 +101,7 @@ class Weights(struct.PyTreeNode):
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A mixture of experts and its residual: x; no state, and the workspace as it is."""
     w, sizes = place.weights, place.settings
-    n = rms_norm(x, w.norm[place.index], place.eps)
+    n = place.norm(place.read(x), w.norm)
     router = place.tapped("router", jax.nn.softmax(matmul(n, w.router, place.index), axis=-1))
     weights, chosen = route(router, sizes.used, normalized=sizes.normalized)
     chosen = place.tapped("experts", chosen)

@@ -1,6 +1,6 @@
 """Gated feed-forward (Shazeer 2020), which mixes the channels of each token.
 
-x + norm(W_down act(W_gate n, W_up n)),  n = norm(x);   SwiGLU: act(g, u) = silu(g) u
+x + norm(W_down norm(act(W_gate n, W_up n))),  n = norm(x);   SwiGLU: act(g, u) = silu(g) u
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from pallas_kernels import LayerStack, gated, serializable
 from pallas_kernels.activations import SILU, Activation
 
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
+FUSED = ("ffn", "activation", "norm", "post_norm")
 SITES = ("hidden", "mlp")
 
 
@@ -57,6 +58,7 @@ TENSORS = {
         ),
         Spec("up", "ffn_up.weight", "mlp.up_proj.weight", ("ffn", "hidden"), ("ffn", None), half_of="gate"),
         Spec("down", "ffn_down.weight", "mlp.down_proj.weight", ("hidden", "ffn"), (None, "ffn")),
+        Spec("sub_norm", "ffn_sub_norm.weight", "mlp.ffn_sub_norm.weight", ("ffn",), ("ffn",)),
         Spec("post_norm", "post_ffw_norm.weight", "post_feedforward_layernorm.weight", ("hidden",)),
     )
 }
@@ -67,6 +69,7 @@ class Weights(struct.PyTreeNode):
     """Weights of the layers of a group.
 
     norm       of the input; None: it is not normed
+    sub_norm   of the hidden vector
     post_norm  of what the layer adds to x
     """
 
@@ -74,14 +77,15 @@ class Weights(struct.PyTreeNode):
     up: LayerStack
     down: LayerStack
     norm: Float[Array, "L H"] | None = None
+    sub_norm: Float[Array, "L F"] | None = None
     post_norm: Float[Array, "L H"] | None = None
 
 
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A gated feed-forward and its residual: x; no state, and the workspace as it is."""
     w = place.weights
-    hidden = place.tapped("hidden", _hidden(place, x))
-    return add_product(x, hidden, w.down, place, "mlp", w.post_norm), state, workspace
+    hidden = place.tapped("hidden", _hidden(place, place.read(x)))
+    return add_product(x, hidden, w.down, place, "mlp", w.post_norm, w.sub_norm), state, workspace
 
 
 def phases(settings: Mlp) -> tuple[Product, Product]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.network.rope import Rope
-from pallas_kernels import LayerStack, matmul, rms_norm
+from pallas_kernels import LayerStack, layer_norm, matmul, rms_norm
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
@@ -39,6 +39,8 @@ class Place:
     taps       what reads or edits values on their way (network/taps.py)
     updates    where given, recurrent state is left as it is, and what would change it is put here, for
                the kind's `replay`
+    layer_norm  norms subtract the mean first (ModelConfig.layer_norm)
+    start      the layer's input, where both halves read it (Layer.parallel)
     """
 
     settings: Any
@@ -54,6 +56,8 @@ class Place:
     peers: jax.Array | None = None
     taps: Mapping[str, Tap] = NO_TAPS
     updates: dict[str, Any] | None = None
+    layer_norm: bool = False
+    start: jax.Array | None = None
 
     def tapped(self, name: str, x: jax.Array) -> jax.Array:
         """x, through the tap of this name if there is one."""
@@ -61,7 +65,25 @@ class Place:
 
     def gamma(self, norms: Float[Array, "L H"] | None) -> dict[str, Any]:
         """The norm of a product's input, as arguments of `matmul`; none for None."""
-        return {} if norms is None else {"gamma": norms, "eps": self.eps}
+        return {} if norms is None else {"gamma": norms, "eps": self.eps, "layer_norm": self.layer_norm}
+
+    def read(self, x: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+        """What a half of a layer computes from, where its result is added to x."""
+        return x if self.start is None else self.start
+
+    def norm(
+        self, x: Float[Array, "*batch D"], norms: Float[Array, "L *heads D"], *, split: bool = False
+    ) -> Float[Array, "*batch D"]:
+        """norm(x) along the last axis, by the layer's weights; split: each device has a part of that axis."""
+        gamma = norms[self.index]
+        if not split or self.axis is None:
+            return (layer_norm if self.layer_norm else rms_norm)(x, gamma, self.eps)
+
+        def mean(x: jax.Array) -> jax.Array:
+            return jax.lax.pmean(jnp.mean(x, axis=-1, keepdims=True), self.axis)
+
+        x = x - mean(x) if self.layer_norm else x
+        return gamma * (x * jax.lax.rsqrt(mean(jnp.square(x)) + self.eps))
 
 
 def joined_product(
@@ -79,19 +101,23 @@ def add_product(
     place: Place,
     tap: str,
     post_norm: Float[Array, "L H"] | None,
+    sub_norm: Float[Array, "L K"] | None = None,
 ) -> jax.Array:
-    """x + tap(norm(h W.T)), where there is a norm. Where inputs of W are split over devices, each has a part
-    of the product, and x is added to their sum once."""
+    """x + tap(post_norm(sub_norm(h) W.T)), with the norms that there are. Where inputs of W are split over
+    devices, each has a part of the product, and x is added to their sum once."""
     edits = post_norm is not None or tap in place.taps
+    if sub_norm is not None and place.axis is not None:
+        h, sub_norm = place.norm(h, sub_norm, split=True), None
     if place.axis is None and not edits:
-        return matmul(h, weight, place.index, residual=x)
+        return matmul(h, weight, place.index, residual=x, **place.gamma(sub_norm))
     if place.peers is not None and not edits and x.shape[-2] == 1:  # a decode step: latency is all
         from pallas_kernels import all_reduce  # only GPUs need it
 
         if all_reduce.refuses(x.size) is None:
             peers = place.peers[0, 0]
             return all_reduce.receive(x, sent_product(h, weight, place.index, peers), peers)
-    return add(x, matmul(h, weight, place.index), rounds(x, weight), place, tap, post_norm)
+    y = matmul(h, weight, place.index, **place.gamma(sub_norm))
+    return add(x, y, rounds(x, weight), place, tap, post_norm)
 
 
 def rounds(x: jax.Array, weight: LayerStack) -> bool:
@@ -112,7 +138,7 @@ def add(
     """x + tap(norm(y)); where each device has a part of y, after the sum of the parts."""
 
     def branch(y: jax.Array) -> jax.Array:
-        y = y if post_norm is None else rms_norm(y, post_norm[place.index], place.eps)
+        y = y if post_norm is None else place.norm(y, post_norm)
         return place.tapped(tap, y)
 
     if place.axis is None:

@@ -5,6 +5,7 @@ x + W_down act(W_up n),  n = norm(x);   squared ReLU: act(u) = max(u, 0)^2 (So e
 
 import dataclasses
 
+import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float
 
@@ -25,10 +26,12 @@ class PlainMlp:
 
     ffn         width of its hidden vector
     activation  of up alone: the formula of pallas_kernels/activations.py with 1 for the other half
+    constants   of the activation, for each layer that has these settings, in order; (): those of its own
     """
 
     ffn: int
     activation: Activation = RELU_SQUARED
+    constants: tuple[tuple[float, ...], ...] = ()
 
     kind = "plain_mlp"
 
@@ -69,7 +72,7 @@ class Weights(struct.PyTreeNode):
 
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A feed-forward and its residual: x; no state, and the workspace as it is."""
-    hidden = place.tapped("hidden", _hidden(place, x))
+    hidden = place.tapped("hidden", _hidden(place, place.read(x)))
     return add_product(x, hidden, place.weights.down, place, "mlp", None), state, workspace
 
 
@@ -79,5 +82,7 @@ def phases(settings: PlainMlp) -> tuple[Product, Product]:
 
 
 def _hidden(place: Place, x: Float[Array, "B T H"]) -> Float[Array, "B T F"]:
-    w = place.weights
-    return place.settings.activation(matmul(x, w.up, place.index, **place.gamma(w.norm)), 1.0)
+    w, settings = place.weights, place.settings
+    constants = tuple(jnp.array(settings.constants)[place.index]) if settings.constants else None
+    y = matmul(x, w.up, place.index, **place.gamma(w.norm))
+    return settings.activation(y, 1.0, constants=constants)
