@@ -11,6 +11,7 @@ from pallas_kernels.activations import (
     swiglu_oai,
 )
 from pallas_kernels.attention import apply_rope, attend, attention
+from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
 from pallas_kernels.matmul import gated, matmul
@@ -35,6 +36,7 @@ __all__ = [
     "apply_rope",
     "attend",
     "attention",
+    "causal_conv",
     "clamped_swiglu",
     "delta_net",
     "dequantize",

@@ -38,6 +38,20 @@ def flags(metadata: Mapping[str, Any], key: str, count: int) -> list[bool]:
     return [bool(v) for v in values[:count]]
 
 
+def counts(metadata: Mapping[str, Any], key: str, count: int) -> list[int]:
+    """The first `count` values of the list metadata[key], whole numbers from 0 to 2^31 - 1; a number stands
+    for a list of it."""
+    values = metadata.get(key)
+    if values is None:
+        raise KeyError(key)
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    values = values if isinstance(values, list) else [values] * count
+    whole_numbers = all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= MOST for v in values)
+    if len(values) < count or not whole_numbers:
+        raise ValueError(f"{key} is {_short(values)}; a list of {count} whole numbers from 0 on is expected")
+    return values[:count]
+
+
 def nested(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     """What the object metadata[key] holds, under "key.name"; nothing where there is none."""
     value = metadata.get(key) or {}

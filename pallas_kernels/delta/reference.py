@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels.causal_conv import inputs as convolved
 from pallas_kernels.norm import rms_norm
 
 CHUNK = 64  # tokens between which nothing waits for the token before
@@ -45,7 +46,7 @@ def run(
     Hk = (qkv.shape[-1] - Hv * V) // (2 * K)
     valid = positions >= 0
     fresh = positions[:, 0] == 0
-    seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
+    seen, tail = convolved(qkv.astype(jnp.float32), tails[layer], positions)
     conv = weights["conv"][layer]
     # Apart, so that XLA makes each as it reads it, and not first both.
     qk, v = (
@@ -68,23 +69,6 @@ def run(
         o, states = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
     return y.reshape(B, T, Hv * V), states, tails.at[layer].set(tail)
-
-
-def _seen(qkv, tail, positions):
-    """(what the convolution sees of each of W tokens, the oldest first: those before it, zeros before a row's
-    first, and itself; the tail as these leave it)."""
-    W, T = tail.shape[1], qkv.shape[1]
-    slots, valid = jnp.arange(W), positions >= 0
-    start = jnp.maximum(positions[:, :1], 0)
-    before = start - W + slots  # positions [B, W]
-    old = jnp.take_along_axis(tail, (before % W)[..., None], axis=1)
-    old = jnp.where(((before < 0) & valid[:, :1])[..., None], 0.0, old)
-    # Each apart, so that XLA makes none of them: what is multiplied reads qkv as it lies.
-    seen = [jnp.concatenate([old[:, 1 + i :], qkv[:, : T + i + 1 - W]], axis=1)[:, :T] for i in range(W)]
-    newest = start + valid.sum(1, keepdims=True) - 1
-    at = (newest - (newest - slots) % W - start)[..., None]  # among these; below 0 for those before
-    took = lambda x, i: jnp.take_along_axis(x, jnp.clip(i, 0, x.shape[1] - 1), axis=1)  # noqa: E731
-    return seen, jnp.where(at < 0, took(old, at + W), took(qkv, at))
 
 
 def _one_token(q, k, v, b, g, S, fresh):

@@ -1,0 +1,100 @@
+"""Tiny models of random weights, made from their metadata and from the tensors that their architecture lists.
+
+Names and shapes come from the architecture's own list. That it is right shows when llama.cpp reads the files.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import bonsai_jax as bj
+from bonsai_jax.network import architectures, params
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights.read import blocks
+from bonsai_jax.weights.specs import Spec
+from checkpoints import Checkpoint, RandomTensor, Tensor, open_checkpoint
+from checkpoints.geometry import GEOMETRY, tensor_nbytes
+
+VOCAB = 512
+
+
+class _Embedding(dict):
+    """The tensors of a file that has none yet, for a config that asks for the embedding's shape."""
+
+    def __missing__(self, name: str) -> RandomTensor:
+        return RandomTensor(name, "f32", (VOCAB, 1), 0, 0.0, 0.0, 0)
+
+
+def tiny_gguf(
+    architecture: str,
+    settings: Mapping[str, Any],
+    format: str = "f32",
+    *,
+    without: Collection[str] = (),
+    drawn: Mapping[str, tuple[float, float]] | None = None,
+) -> Checkpoint:
+    """A GGUF file of an architecture, with the tokenizer of the synthetic models.
+
+    settings  its keys, without the architecture's name before them
+    format    of its matrices; rows that its blocks do not divide are f32
+    without   fields (Spec.field) that the file lacks
+    drawn     mean and standard deviation by field, where the usual ones do not do: norms have 1 and 0.1,
+              others 0 and 1 / sqrt(columns), so that they keep the variance of their input
+    """
+    words = open_checkpoint("synth:tiny-llama:f32").metadata
+    metadata = {
+        "general.architecture": architecture,
+        **{f"{architecture}.{key}": value for key, value in settings.items()},
+        **{key: value for key, value in words.items() if key.startswith("tokenizer.")},
+    }
+    module, tensors = architectures.get(architecture), {}
+    config = module.config_from_gguf(metadata, _Embedding())
+    for spec in module.TENSORS:
+        for layer in () if spec.field in without else spec.layers(config):
+            name, shape = spec.gguf.format(layer), spec.sizes(config, layer)
+            packed = spec.is_matrix and shape[-1] % GEOMETRY[format].weights == 0
+            own = format if packed and spec.field not in ("router", "embed") else "f32"
+            usual = (1.0, 0.1) if spec.field.endswith("norm") else (0.0, 1 / math.sqrt(shape[-1]))
+            mean, std = (drawn or {}).get(spec.field, usual)
+            seed = zlib.crc32(name.encode())
+            tensors[name] = RandomTensor(name, own, shape, seed, mean, std, tensor_nbytes(own, shape))
+    return Checkpoint(f"a tiny {architecture}", "gguf", metadata, tensors)
+
+
+def as_huggingface(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Checkpoint:
+    """The folder that a GGUF file of f32 tensors was converted from.
+
+    metadata  its config.json
+    """
+    module = architectures.get(checkpoint.metadata["general.architecture"])
+    config = module.config_from_gguf(checkpoint.metadata, checkpoint.tensors)
+    tensors = {}
+    for spec in module.TENSORS:
+        for layer in spec.layers(config):
+            if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is not None:
+                values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
+                values = _halves(values, spec, spec.settings(config, layer))
+                name = str(spec.huggingface).format(layer)
+                tensors[name] = Tensor(name, "f32", t.shape, values.view(np.uint8))
+    return dataclasses.replace(checkpoint, naming="huggingface", metadata=dict(metadata), tensors=tensors)
+
+
+def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
+    """By the reference, without a tokenizer, which folders made here lack."""
+    description = architectures.describe(checkpoint)
+    plan = load_plans.planned(description, load_plans.resolve(description, bj.RunConfig(impl="reference")))
+    tokens, lengths = jnp.array([ids]), jnp.array([len(ids)])
+    return np.asarray(bj.jitted.forward(params.load(plan), tokens, lengths, plan.config)[0][0])
+
+
+def _halves(values: np.ndarray, spec: Spec, settings: Any) -> np.ndarray:
+    """Rows of queries and keys in the order of Hugging Face files, whose rope turns a head's halves."""
+    if spec.field not in ("q", "k", "q_bias", "k_bias") or not settings.rope.interleaved:
+        return values
+    pairs = values.reshape(-1, settings.head_dim // 2, 2, *values.shape[1:])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
