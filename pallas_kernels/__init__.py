@@ -14,6 +14,7 @@ from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
+from pallas_kernels.mamba2 import mamba2
 from pallas_kernels.matmul import gated, matmul
 from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.pytree import serializable
@@ -47,6 +48,7 @@ __all__ = [
     "from_blocks",
     "gated",
     "layer_norm",
+    "mamba2",
     "matmul",
     "quantize",
     "rms_norm",

@@ -121,7 +121,7 @@ def _vector(vector: Vector, naming: str, placement: Placement) -> jax.Array:
 
 def _values(t: Source, spec: Spec, naming: str) -> np.ndarray:
     """float32 [*shape], as GGUF files have them."""
-    values = formats.values(t.format, t.data).reshape(t.shape)
+    values = formats.values(t.format, t.data).reshape(spec.matched_shape(t.shape))
     if naming == "huggingface":
         values = values.reshape([size for size in values.shape if size > 1] or [1])
         values = np.asarray(spec.from_huggingface(values)) if spec.from_huggingface else values

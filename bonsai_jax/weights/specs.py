@@ -1,6 +1,7 @@
 """Which tensors a file of an architecture must hold, and which half of which layer each belongs to."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +51,13 @@ class Spec:
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) > 1 and not self.plain
+
+    def matched_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a file's tensor, for comparison with `sizes`. A vector may lie in several axes, such
+        as one for groups of heads, and what is plain may have axes of one."""
+        if len(self.shape) == 1:
+            return (math.prod(shape),)
+        return tuple(size for size in shape if size > 1) if self.plain else shape
 
     @property
     def array(self) -> str:
@@ -116,7 +124,7 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
             expected, shape = spec.sizes(config, layer), tensors[name].shape
-            if (tuple(size for size in shape if size > 1) if spec.plain else shape) != expected:
+            if spec.matched_shape(shape) != expected:
                 raise CheckpointError(
                     f"{checkpoint.source}: tensor {name} has shape {shape}; "
                     f"the metadata asks for {expected} ({', '.join(spec.shape)})"

@@ -3,14 +3,12 @@
 import dataclasses
 import functools
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from checkpoints import CheckpointError
-from pallas_kernels import causal_conv
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
 from tests.bonsai_jax.tiny_files import as_huggingface, logits, tiny_gguf
@@ -56,35 +54,6 @@ def model() -> bj.Model:
 
 def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, 256, length).tolist()
-
-
-@pytest.mark.parametrize("width", [2, 3, 4])
-def test_a_convolution_of_pieces_is_that_of_all_tokens(width):
-    """Against numpy in float64, for rows whose tokens come in pieces of different lengths with padding."""
-    rng = np.random.default_rng(width)
-    B, T, C = 3, 23, 5
-    x, weights, bias = rng.normal(size=(B, T, C)), rng.normal(size=(2, C, width)), rng.normal(size=(2, C))
-    before = np.concatenate([np.zeros((B, width - 1, C)), x], axis=1)
-    want = sum(before[:, i : T + i] * weights[1, :, i] for i in range(width)) + bias[1]
-    tails, read, got = (
-        jnp.asarray(rng.normal(size=(2, B, width, C)), jnp.float32),
-        np.zeros(B, int),
-        [[], [], []],
-    )
-    while (read < T).any():
-        counts = np.minimum(rng.integers(0, 6, B), T - read)
-        piece, positions = np.zeros((B, 6, C), np.float32), np.full((B, 6), -1)
-        for row, n in enumerate(counts):
-            piece[row, :n], positions[row, :n] = x[row, read[row] :][:n], read[row] + np.arange(n)
-        untouched = tails[0]
-        y, tails = causal_conv(
-            piece, tails, jnp.asarray(positions), 1, weights=jnp.asarray(weights), bias=jnp.asarray(bias)
-        )
-        np.testing.assert_array_equal(tails[0], untouched)
-        for row, n in enumerate(counts):
-            got[row].extend(y[row, :n])
-        read += counts
-    np.testing.assert_allclose(np.array(got), want, atol=1e-5)
 
 
 def test_llama_cpp_gives_the_same_text_and_probabilities(tmp_path):

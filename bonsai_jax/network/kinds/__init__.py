@@ -1,5 +1,5 @@
-"""Kinds of half a layer, one file each: what mixes tokens (attention, delta_net, short_conv) and what mixes
-channels (mlp, plain_mlp, experts). A file holds everything that knows its kind:
+"""Kinds of half a layer, one file each: what mixes tokens (attention, delta_net, short_conv, mamba2) and what
+mixes channels (mlp, plain_mlp, experts). A file holds everything that knows its kind:
 
     a dataclass   its settings, which an architecture gives per layer: `kind`, the file's name; `for_device`,
                   `runs` and `refuses_split` say how devices split it; for what mixes channels also `ffn`, the
@@ -35,7 +35,7 @@ from types import ModuleType
 
 from bonsai_jax.weights.specs import Spec
 
-NAMES = ("attention", "delta_net", "short_conv", "mlp", "plain_mlp", "experts")
+NAMES = ("attention", "delta_net", "short_conv", "mamba2", "mlp", "plain_mlp", "experts")
 
 
 def get(name: str) -> ModuleType:
