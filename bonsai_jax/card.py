@@ -54,6 +54,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
 def decode_bytes(weights: int, config: ModelConfig, run: RunConfig, depths: Sequence[int]) -> int:
     """Bytes that one decode step must move for sequences at these depths: weights once, their keys and values
     once, up to a window where there is one, and recurrent states there and back."""
-    keys = sum(layer.mixer.bytes_read(run, depth) for layer in config.layers for depth in depths)
+    mixers = [mixer for layer in config.layers for mixer in layer.mixers]
+    keys = sum(mixer.bytes_read(run, depth) for mixer in mixers for depth in depths)
     draft = sum(depths) * config.attention.bytes_read(run, 1) if config.draft else 0
     return weights + keys + draft

@@ -29,16 +29,28 @@ class Half(Protocol):
 class Layer:
     """One layer: x <- x + mixer(x), among tokens; then x <- x + channels(x), within each token.
 
-    parallel  both halves read the layer's input: x <- x + mixer(x) + channels(x)
+    mixer, channels  each a Half; None: the layer does without
+    beside    a second mixer, which reads what the first reads: x <- x + mixer(x) + beside(x)
+    parallel  all halves read the layer's input: x <- x + mixer(x) + channels(x)
     """
 
-    mixer: Any  # a Half
-    channels: Any  # a Half
+    mixer: Any
+    channels: Any
+    beside: Any = None
     parallel: bool = False
 
     @property
-    def halves(self) -> tuple[Any, Any]:
-        return self.mixer, self.channels
+    def mixers(self) -> tuple[Any, ...]:
+        return tuple(half for half in (self.mixer, self.beside) if half is not None)
+
+    @property
+    def halves(self) -> tuple[Any, ...]:
+        return self.mixers if self.channels is None else (*self.mixers, self.channels)
+
+    def changed(self, change: Callable[[Any], Any]) -> "Layer":
+        """The layer with change(half) in place of each half."""
+        names = [name for name in ("mixer", "channels", "beside") if getattr(self, name) is not None]
+        return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,11 +149,7 @@ class ModelConfig:
 
     def for_device(self, parts: int) -> "ModelConfig":
         """The config of each of `parts` devices that share the weights."""
-        halves = {half: half.for_device(parts) for layer in self.layers for half in layer.halves}
-        layers = tuple(
-            dataclasses.replace(layer, mixer=halves[layer.mixer], channels=halves[layer.channels])
-            for layer in self.layers
-        )
+        layers = tuple(layer.changed(lambda half: half.for_device(parts)) for layer in self.layers)
         return dataclasses.replace(self, layers=layers)
 
     @property

@@ -176,7 +176,7 @@ def _kernels(plan: "LoadPlan") -> list[dict[str, Any]]:
             by_expert = _entry("", 0, {name: (problem, rows, "auto") for name, rows in BATCH_ROWS.items()})
             entries[-1]["kernels"] = {name: plan.kernel(matrix, rows) for name, rows in BATCH_ROWS.items()}
             entries[-1]["not"] |= by_expert["not"]
-    for kind in sorted({layer.mixer.kind for layer in config.layers}):
+    for kind in sorted({mixer.kind for layer in config.layers for mixer in layer.mixers}):
         for group in config.groups(kind):
             for problem, impl in zip(group.settings.problems(run), group.settings.impls(run), strict=True):
                 cases = {problem.phase: (problem, 1, impl)}

@@ -137,8 +137,8 @@ class Work:
 def _phases(model: Model, depth: int, rows: int, tokens: int) -> Iterator[Work]:
     """The phases of a step, in the order in which a layer has them: those that mix tokens first."""
     config, params = model.config, model.params
-    halves = [layer.mixer for layer in config.layers] + [layer.channels for layer in config.layers]
-    for kind in dict.fromkeys(half.kind for half in halves):
+    mixers = [mixer.kind for layer in config.layers for mixer in layer.mixers]
+    for kind in dict.fromkeys([*mixers, *config.kinds]):
         for number, group in enumerate(config.groups(kind)):
             several = len(config.groups(kind)) > 1
             for phase in kinds.get(kind).phases(group.settings):

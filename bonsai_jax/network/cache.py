@@ -152,7 +152,7 @@ def empty(
 
 def empty_states(config: ModelConfig, run: RunConfig, room: Room) -> dict[str, tuple[Any, ...]]:
     """KVCache.states of rows that have read nothing."""
-    mixers = dict.fromkeys(layer.mixer.kind for layer in config.layers)
+    mixers = dict.fromkeys(mixer.kind for layer in config.layers for mixer in layer.mixers)
     return {
         kind: tuple(
             kinds.get(kind).empty(group.settings, len(group.layers), run, room)

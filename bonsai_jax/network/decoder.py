@@ -108,21 +108,34 @@ def decoder(
 
     def layer_step(carry, number, turn=0, tapped=None):
         """The layer at a place of the turn-th period; tapped: whether taps have a place there."""
-        x, cache, workspace = carry
-        layer, read, start = config.layers[number], {}, None
+        layer, read = config.layers[number], {}
         tapped = taps.taps_layer(number) if tapped is None else tapped
         tap = taps.for_layer(_layer_number(config, number, turn), read) if tapped else NO_TAPS
-        for half, site in zip(layer.halves, ("input", "middle"), strict=True):
+
+        def through(site: str, x: jax.Array) -> jax.Array:
+            return tap[site](x) if site in tap else x
+
+        def half_step(half, start, carry):
+            x, cache, workspace = carry
             updates: dict[str, Any] = {}
             place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
-            x = place.tapped(site, x)
-            start = x if layer.parallel and start is None else start
             states = cache.states.get(half.kind)
             state = states and states[place.group]
             x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
             cache = cache.with_state(half.kind, place.group, state) if states else cache
-            read |= {_update_name(half.kind, place.group) + name: update for name, update in updates.items()}
-        return (place.tapped("output", x), cache, workspace), read
+            read.update({_update_name(half.kind, place.group) + name: u for name, u in updates.items()})
+            return x, cache, workspace
+
+        x, *rest = carry
+        start = carry = through("input", x), *rest
+        for half in layer.mixers:
+            carry = half_step(half, start[0], carry)
+        x, *rest = carry
+        carry = through("middle", x), *rest
+        if layer.channels is not None:
+            carry = half_step(layer.channels, start[0] if layer.parallel else None, carry)
+        x, *rest = carry
+        return (through("output", x), *rest), read
 
     def period(carry, turn, tapped):
         each = []

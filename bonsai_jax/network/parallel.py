@@ -166,7 +166,7 @@ def with_copied_heads(config: ModelConfig, parts: int) -> ModelConfig:
             return half
         return dataclasses.replace(half, num_kv_heads=parts * max(1, half.num_kv_heads // parts))
 
-    layers = tuple(dataclasses.replace(layer, mixer=copied(layer.mixer)) for layer in config.layers)
+    layers = tuple(layer.changed(copied) for layer in config.layers)
     return dataclasses.replace(config, layers=layers)
 
 

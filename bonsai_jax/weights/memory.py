@@ -51,13 +51,13 @@ def bytes_per_token(config: ModelConfig, run: RunConfig) -> int:
     """Cache bytes for one more token of a sequence: keys and values of every layer that keeps them all, and
     of the draft layer where it is loaded. `run` must be resolved (plan.resolve)."""
     draft = config.attention.bytes_per_token(run) if config.draft else 0
-    return draft + sum(layer.mixer.bytes_per_token(run) for layer in config.layers)
+    return draft + sum(mixer.bytes_per_token(run) for layer in config.layers for mixer in layer.mixers)
 
 
 def bytes_per_row(config: ModelConfig, run: RunConfig) -> int:
     """Cache bytes of one sequence whatever its length: recurrent states, and keys and values of windows, when
     they are full."""
-    return sum(layer.mixer.bytes_per_row(run) for layer in config.layers)
+    return sum(mixer.bytes_per_row(run) for layer in config.layers for mixer in layer.mixers)
 
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
@@ -69,7 +69,9 @@ def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
 def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes beside the cache in which prefill puts one layer's keys and values, for a kernel that does not
     read them as they are stored; with every sequence full. `run` must be resolved."""
-    return run.batch_size * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
+    return run.batch_size * max(
+        (mixer.scratch_bytes(run) for layer in config.layers for mixer in layer.mixers), default=0
+    )
 
 
 CONTEXT_SHARE = 0.25  # of the memory that weights leave free: a CPU writes zeros into all of a cache

@@ -6,7 +6,7 @@ Names and shapes come from the architecture's own list. That it is right shows w
 import dataclasses
 import math
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ def tiny_gguf(
     *,
     without: Collection[str] = (),
     drawn: Mapping[str, tuple[float, float]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Checkpoint:
     """A GGUF file of an architecture, with the tokenizer of the synthetic models.
 
@@ -45,6 +46,7 @@ def tiny_gguf(
     without   fields (Spec.field) that the file lacks
     drawn     mean and standard deviation by field, where the usual ones do not do: norms have 1 and 0.1,
               others 0 and 1 / sqrt(columns), so that they keep the variance of their input
+    shapes    in the file, of fields that it has in more axes than their Spec says
     """
     words = open_checkpoint("synth:tiny-llama:f32").metadata
     metadata = {
@@ -61,15 +63,21 @@ def tiny_gguf(
             own = format if packed and spec.field not in ("router", "embed") else "f32"
             usual = (1.0, 0.1) if spec.field.endswith("norm") else (0.0, 1 / math.sqrt(shape[-1]))
             mean, std = (drawn or {}).get(spec.field, usual)
+            shape = (shapes or {}).get(spec.field, shape)
             seed = zlib.crc32(name.encode())
             tensors[name] = RandomTensor(name, own, shape, seed, mean, std, tensor_nbytes(own, shape))
     return Checkpoint(f"a tiny {architecture}", "gguf", metadata, tensors)
 
 
-def as_huggingface(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Checkpoint:
+def as_huggingface(
+    checkpoint: Checkpoint,
+    metadata: Mapping[str, Any],
+    **original: Callable[[np.ndarray], np.ndarray],
+) -> Checkpoint:
     """The folder that a GGUF file of f32 tensors was converted from.
 
     metadata  its config.json
+    original  by field (Spec.field), what makes the folder's values of the file's
     """
     module = architectures.get(checkpoint.metadata["general.architecture"])
     config = module.config_from_gguf(checkpoint.metadata, checkpoint.tensors)
@@ -79,6 +87,7 @@ def as_huggingface(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Check
             if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is not None:
                 values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
                 values = _halves(values, spec, spec.settings(config, layer))
+                values = original.get(spec.field, np.ascontiguousarray)(values)
                 name = str(spec.huggingface).format(layer)
                 tensors[name] = Tensor(name, "f32", t.shape, values.view(np.uint8))
     return dataclasses.replace(checkpoint, naming="huggingface", metadata=dict(metadata), tensors=tensors)
@@ -94,7 +103,8 @@ def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
 
 def _halves(values: np.ndarray, spec: Spec, settings: Any) -> np.ndarray:
     """Rows of queries and keys in the order of Hugging Face files, whose rope turns a head's halves."""
-    if spec.field not in ("q", "k", "q_bias", "k_bias") or not settings.rope.interleaved:
+    rope = settings.rope if spec.field in ("q", "k", "q_bias", "k_bias") else None
+    if rope is None or not rope.interleaved:
         return values
     pairs = values.reshape(-1, settings.head_dim // 2, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))

@@ -26,6 +26,7 @@ ALIASES = {
     "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35",
     "gemma3_text": "gemma3",
+    "falcon-h1": "falcon_h1",
 }
 
 

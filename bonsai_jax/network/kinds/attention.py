@@ -370,7 +370,7 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     if place.taps:
         check_taps(place, state.impl if x.shape[-2] == 1 else state.prefill_impl)
     w = place.weights
-    qkv = joined_product(x, w.qkv, place, w.norm)
+    qkv = joined_product(place.read(x), w.qkv, place, w.norm)
     out, state, workspace = mix(qkv, x, place, state, workspace)
     return add_product(x, out, w.o, place, "attention", w.post_norm, w.sub_norm), state, workspace
 

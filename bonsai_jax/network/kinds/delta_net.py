@@ -218,8 +218,8 @@ def empty(settings: DeltaNet, layers: int, run: RunConfig, room: Room) -> State:
 def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     """A gated delta net and its residual: x, the state and the workspace, which is attention's."""
     w = place.weights
-    made = joined_product(x, w.inputs, place, w.norm)
-    y, state, workspace = mix(made, x, place, state, workspace)
+    made = joined_product(place.read(x), w.inputs, place, w.norm)
+    y, state, workspace = mix(made, place.read(x), place, state, workspace)
     return add_product(x, y, w.out, place, "attention", None), state, workspace
 
 

@@ -40,7 +40,7 @@ class Place:
     updates    where given, recurrent state is left as it is, and what would change it is put here, for
                the kind's `replay`
     layer_norm  norms subtract the mean first (ModelConfig.layer_norm)
-    start      the layer's input, where both halves read it (Layer.parallel)
+    start      what a half reads where that is not x: the layer's input, which several halves read (Layer)
     """
 
     settings: Any

@@ -155,7 +155,7 @@ def empty(settings: ShortConv, layers: int, run: RunConfig, room: Room) -> State
 
 def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     """A short convolution and its residual: x, the state and the workspace, which is attention's."""
-    y, state, workspace = mix(_inputs(place, x), place, state, workspace)
+    y, state, workspace = mix(_inputs(place, place.read(x)), place, state, workspace)
     return add_product(x, y, place.weights.out, place, "attention", None), state, workspace
 
 

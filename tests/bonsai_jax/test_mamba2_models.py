@@ -1,0 +1,130 @@
+"""Models with Mamba 2: beside attention in every layer (Falcon-H1), and in layers of its own (Nemotron-H)."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax.network import architectures
+from tests.agreement import agreement
+from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
+from tests.bonsai_jax.tiny_files import as_huggingface, logits, tiny_gguf
+
+COMMON = {
+    "context_length": 2048,
+    "embedding_length": 128,
+    "attention.head_count": 4,
+    "attention.key_length": 32,
+    "attention.value_length": 32,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 16,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 8,
+    "ssm.inner_size": 256,
+    "vocab_size": 512,
+}
+SETTINGS = {
+    "falcon-h1": {
+        **COMMON,
+        "block_count": 3,
+        "attention.head_count_kv": 2,
+        "feed_forward_length": 256,
+        "rope.freq_base": 1e6,
+    },
+    "nemotron_h": {
+        **COMMON,
+        "block_count": 6,
+        "attention.head_count_kv": np.array([0, 0, 2, 0, 0, 0], np.int32),
+        "feed_forward_length": np.array([0, 256, 0, 384, 0, 256], np.int32),
+        "attention.layer_norm_epsilon": 1e-5,
+        "rope.dimension_count": 32,
+    },
+}
+# States that decay by about a tenth for each token, and time steps near 1.
+DRAWN = {
+    "decay": (-0.15, 0.03),
+    "dt": (0.0, 0.5),
+    "skip": (0.0, 0.5),
+    "conv_bias": (0.0, 0.1),
+    "embed": (0.0, 0.5),
+}
+SHAPES = {"decay": (8, 1), "skip": (8, 1), "group_norm": (2, 128)}
+LENGTHS = (1, 63, 65, 300)
+
+
+@functools.cache
+def file(name: str, format: str = "f32"):
+    return tiny_gguf(name, SETTINGS[name], format, drawn=DRAWN, shapes=SHAPES)
+
+
+@functools.cache
+def model(name: str) -> bj.Model:
+    return bj.from_checkpoint(file(name), bj.RunConfig(impl="reference", page_size=16))
+
+
+def prompt(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, 256, length).tolist()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
+    path = as_file(file(name), tmp_path / "tiny.gguf")
+    rows = answers(path, model(name).tokenizer, [prompt(length) for length in LENGTHS], 12)
+    found = agreement(model(name), rows)
+    print(f"{name}: {found}")
+    assert found.kl < 1e-6 and found.same_top == 1
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_kernels_of_cpus_are_the_reference(name):
+    exact, kernels = (
+        bj.from_checkpoint(file(name, "q8_0"), bj.RunConfig(page_size=16, **how))
+        for how in ({"impl": "reference"}, {"activation_bits": 16})
+    )
+    np.testing.assert_allclose(bj.logits(kernels, prompt(70)), bj.logits(exact, prompt(70)), atol=5e-3)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_one_by_one_in_an_engine_and_speculated_are_the_same_text(name):
+    ids, options = prompt(40) * 2, {"max_new_tokens": 12, "ignore_eos": True}
+    (alone,) = bj.generate(model(name), [ids], sampling=GREEDY, **options)
+    with bj.Engine(model(name), max_batch_size=2, context=256) as engine:
+        for _ in range(2):  # the second continues from a saved state
+            assert engine.submit(ids, sampling=GREEDY, **options).result().tokens == alone.tokens
+    (guessed,) = bj.generate(model(name), [ids], sampling=GREEDY, speculate="ngram", **options)
+    assert guessed.tokens == alone.tokens
+    whole = bj.logits(model(name), [*ids, *alone.tokens])
+    assert whole[len(ids) - 1 : -1].argmax(-1).tolist() == alone.tokens
+
+
+def test_a_nemotron_folder_is_the_same_model():
+    metadata = {
+        "model_type": "nemotron_h",
+        "hidden_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "attention_head_dim": 32,
+        "intermediate_size": 256,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 16,
+        "conv_kernel": 4,
+        "max_position_embeddings": 2048,
+        "layer_norm_epsilon": 1e-5,
+        "hybrid_override_pattern": "M-*-M-",
+    }
+    widths = {**SETTINGS["nemotron_h"], "feed_forward_length": np.array([0, 256] * 3, np.int32)}
+    gguf = tiny_gguf("nemotron_h", widths, drawn=DRAWN, shapes=SHAPES)
+    folder = as_huggingface(gguf, metadata, decay=lambda a: np.log(-a))
+    np.testing.assert_allclose(logits(folder, prompt(50)), logits(gguf, prompt(50)), atol=1e-5)
+
+
+def test_what_is_not_supported_is_named():
+    falcon, nemotron = (architectures.get(name) for name in SETTINGS)
+    with pytest.raises(NotImplementedError, match="use a GGUF file of it"):
+        falcon.config_from_huggingface({}, {})
+    with pytest.raises(NotImplementedError, match="expert_count is 128: experts without a gate"):
+        nemotron.config_from_gguf({"general.architecture": "nemotron_h", "nemotron_h.expert_count": 128}, {})
