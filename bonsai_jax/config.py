@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
@@ -151,6 +151,13 @@ class ModelConfig:
         """The config of each of `parts` devices that share the weights."""
         layers = tuple(layer.changed(lambda half: half.for_device(parts)) for layer in self.layers)
         return dataclasses.replace(self, layers=layers)
+
+    def with_mixers(self, mixers: Iterable[Any]) -> "ModelConfig":
+        """The config with other mixers, one for each layer."""
+        each = zip(self.layers, mixers, strict=True)
+        return dataclasses.replace(
+            self, layers=tuple(dataclasses.replace(layer, mixer=mixer) for layer, mixer in each)
+        )
 
     @property
     def rope_pairs(self) -> int:

@@ -52,6 +52,36 @@ def counts(metadata: Mapping[str, Any], key: str, count: int) -> list[int]:
     return values[:count]
 
 
+def numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[float]:
+    """The list metadata[key] of `count` numbers; or one number, `count` times."""
+    value = metadata.get(key)
+    value = value.tolist() if isinstance(value, np.ndarray) else value
+    if isinstance(value, list) and len(value) != count:
+        raise ValueError(f"{key} is {_short(value)}; one number or a list of {count} is expected")
+    values = value if isinstance(value, list) else [value] * count
+    return [float(_number({key: one}, key, None)) for one in values]
+
+
+def windowed_layers(metadata: Mapping[str, Any], key: str, count: int, every: int) -> list[bool]:
+    """Which of `count` layers have a window: the list metadata[key], or all but every n-th; n is
+    metadata[key], or `every` where that is absent."""
+    value = metadata.get(key)
+    if value is not None and not isinstance(value, int | float) and getattr(value, "ndim", 1):
+        return flags(metadata, key, count)
+    every = whole(metadata, key, every)
+    return [number % every < every - 1 for number in range(count)]
+
+
+def windowed_types(metadata: Mapping[str, Any], count: int, every: int) -> list[bool]:
+    """The same from a Hugging Face config: layer_types, or all but every sliding_window_pattern-th."""
+    if (types := metadata.get("layer_types")) is None:
+        return windowed_layers(metadata, "sliding_window_pattern", count, every)
+    known = {"full_attention": False, "sliding_attention": True}
+    if not isinstance(types, list) or len(types) != count or not {*types} <= known.keys():
+        raise ValueError(f"layer_types: {count} are expected, each one of {', '.join(known)}")
+    return [known[kind] for kind in types]
+
+
 def nested(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     """What the object metadata[key] holds, under "key.name"; nothing where there is none."""
     value = metadata.get(key) or {}

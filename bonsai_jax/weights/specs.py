@@ -124,7 +124,7 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
             expected, shape = spec.sizes(config, layer), tensors[name].shape
-            if spec.matched_shape(shape) != expected:
+            if spec.matched_shape(shape) != spec.matched_shape(expected):
                 raise CheckpointError(
                     f"{checkpoint.source}: tensor {name} has shape {shape}; "
                     f"the metadata asks for {expected} ({', '.join(spec.shape)})"

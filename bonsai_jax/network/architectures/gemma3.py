@@ -14,7 +14,7 @@ from bonsai_jax.network.kinds.attention import Attention
 from bonsai_jax.network.kinds.mlp import Mlp
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope import Rope
-from bonsai_jax.weights.metadata import flags, positive, whole
+from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels.activations import GELU_TANH
 
@@ -53,7 +53,7 @@ def config_from_gguf(metadata, tensors, *, pattern: int = 6, largest: int = LARG
     if metadata.get(key):
         rope = Rope(positive(metadata, f"{arch}.rope.freq_base_swa", LOCAL_BASE), full.rope.dim)
         windowed = dataclasses.replace(full, window=whole(metadata, key), rope=rope)
-    has_window = _windows_from_gguf(metadata, f"{key}_pattern", plain.num_layers, pattern)
+    has_window = windowed_layers(metadata, f"{key}_pattern", plain.num_layers, pattern)
     return _config(plain, full, windowed, has_window, _optional(metadata, f"{arch}.final_logit_softcapping"))
 
 
@@ -80,13 +80,7 @@ def config_from_huggingface(metadata, tensors, *, pattern: int = 6) -> ModelConf
     if metadata.get("sliding_window"):
         window = whole(metadata, "sliding_window")
         windowed = dataclasses.replace(full, window=window, rope=ropes["sliding_attention"])
-    if (types := metadata.get("layer_types")) is None:
-        every = whole(metadata, "sliding_window_pattern", pattern)
-        has_window = [(number + 1) % every != 0 for number in range(num_layers)]
-    elif len(types) == num_layers and {*types} <= ropes.keys():
-        has_window = [kind == "sliding_attention" for kind in types]
-    else:
-        raise ValueError(f"layer_types: {num_layers} are expected, each one of {', '.join(ropes)}")
+    has_window = windowed_types(metadata, num_layers, pattern)
     plain = ModelConfig(
         architecture=metadata["model_type"].removesuffix("_text"),
         hidden=whole(metadata, "hidden_size"),
@@ -111,15 +105,6 @@ def _config(
     layers = tuple(Layer(windowed if window else full, mlp) for window in has_window)
     scale = math.sqrt(plain.hidden)
     return dataclasses.replace(plain, layers=layers, embedding_scale=scale, logit_softcap=softcap)
-
-
-def _windows_from_gguf(metadata, key: str, num_layers: int, default: int) -> list[bool]:
-    """Which layers have a window: the file's list, or all but every n-th."""
-    value = metadata.get(key)
-    if value is not None and not isinstance(value, int | float) and getattr(value, "ndim", 1):
-        return flags(metadata, key, num_layers)
-    every = whole(metadata, key, default)
-    return [number % every < every - 1 for number in range(num_layers)]
 
 
 def _ropes_from_huggingface(metadata, head_dim: int) -> dict[str, Rope]:
