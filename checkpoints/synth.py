@@ -39,13 +39,13 @@ class _Experts:
 
 @dataclasses.dataclass(frozen=True)
 class _Windows:
-    """Attention that sees a window of keys, in all layers but every `pattern`-th, and norms after both halves
-    of a layer. Softcaps of scores and of logits: 0 is none."""
+    """Attention that sees a window of keys, in all layers but every `pattern`-th. A rope_base of 0 is the
+    model's. Softcaps of scores and of logits: 0 is none."""
 
     size: int
     pattern: int
-    rope_base: float
-    head_norms: bool
+    rope_base: float = 0.0
+    head_norms: bool = False
     softcaps: tuple[float, float] = (0.0, 0.0)
 
 
@@ -70,12 +70,38 @@ class _Model:
     experts: _Experts | None = None
     windows: _Windows | None = None
     folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
+    logit_scale: float = 0.0  # 0: none
+
+    @property
+    def is_gemma(self) -> bool:
+        return self.architecture.startswith("gemma")
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether both halves of a layer read the same LayerNorm of its input."""
+        return self.architecture in ("command-r", "cohere2")
+
+    @property
+    def has_pre_norms(self) -> bool:
+        return self.architecture not in ("olmo2", "exaone4")
+
+    @property
+    def has_post_norms(self) -> bool:
+        return self.is_gemma or not self.has_pre_norms
+
+    def head_norms(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Shapes of the norms of queries and of keys: of a head, of each head, or of all together."""
+        if self.architecture == "olmo2":
+            return (self.heads * self.head_dim,), (self.kv_heads * self.head_dim,)
+        if self.architecture == "command-r" and self.layers >= 64:
+            return (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        return ((self.head_dim,),) * 2 if self.has_head_norms else None
 
     @property
     def has_head_norms(self) -> bool:
-        if self.windows:
-            return self.windows.head_norms
-        return self.architecture in ("qwen3", "qwen3moe", "qwen35")
+        if self.is_gemma:
+            return self.windows is not None and self.windows.head_norms
+        return self.architecture in ("qwen3", "qwen3moe", "qwen35", "exaone4", "apertus")
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -137,6 +163,28 @@ MODELS = {
         "gemma2", 4, 256, 512, 4, 2, 64, 512, 2048, 1e4, True, 306,
         windows=_Windows(80, 2, 1e4, False, (50.0, 30.0)),
     ),
+    # Norms after both halves alone, and of all queries and keys of a token together.
+    "tiny-olmo2": _Model("olmo2", 3, 256, 512, 4, 2, 64, 512, 2048, 5e5, False, 306),
+    "tiny-olmo3": _Model(
+        "olmo2", 5, 256, 512, 4, 2, 64, 512, 2048, 5e5, False, 306, yarn=(8.0, 256), windows=_Windows(48, 4)
+    ),
+    "tiny-exaone4": _Model("exaone4", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
+    # llama.cpp gives windows to EXAONE 4, and norms by head to Command R, by their 64 layers.
+    "tiny-exaone4-32b": _Model(
+        "exaone4", 64, 64, 128, 2, 1, 32, 512, 2048, 1e6, False, 306, windows=_Windows(48, 4)
+    ),
+    "tiny-command-r": _Model(
+        "command-r", 3, 256, 512, 4, 2, 64, 512, 2048, 1e4, True, 306, norm_eps=1e-5, logit_scale=0.75
+    ),
+    "tiny-command-r-plus": _Model(
+        "command-r", 64, 64, 128, 4, 2, 16, 512, 2048, 1e4, True, 306, norm_eps=1e-5, logit_scale=0.75
+    ),
+    "tiny-cohere2": _Model(
+        "cohere2", 5, 256, 512, 4, 2, 64, 512, 2048, 5e4, True, 306, norm_eps=1e-5, logit_scale=0.75,
+        windows=_Windows(48, 4),
+    ),
+    "tiny-apertus": _Model("apertus", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306, norm_eps=1e-5),
+    "tiny-bitnet": _Model("bitnet", 3, 256, 512, 4, 2, 64, 512, 2048, 5e5, True, 306, norm_eps=1e-5),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
     ),
@@ -214,7 +262,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         return name, "f32", (width,), 1.0, 0.1
 
     def feed_forward(i: int, down_format: str):
-        yield norm(f"blk.{i}.{'post_attention' if model.delta else 'ffn'}_norm.weight", hidden)
+        if model.has_pre_norms and not model.is_parallel:
+            yield norm(f"blk.{i}.{'post_attention' if model.delta else 'ffn'}_norm.weight", hidden)
         if (e := model.experts) is not None:
             # Probabilities as a trained router's: the likeliest of 8 has about a third.
             yield f"blk.{i}.ffn_gate_inp.weight", "f32", (e.count, hidden), 0.0, 1 / math.sqrt(hidden)
@@ -226,16 +275,18 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
                 _, format, shape, mean, std = linear("", rows, columns, format, gain)
                 yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
             return
-        if model.architecture != "arcee":
+        if model.architecture not in ("arcee", "apertus"):
             yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
-        if model.windows:
+        if model.architecture == "bitnet":
+            yield norm(f"blk.{i}.ffn_sub_norm.weight", model.ffn)
+        if model.has_post_norms:
             yield norm(f"blk.{i}.post_ffw_norm.weight", hidden)
 
     head_format = "q6_k" if format in _MIXES else base
     if model.tied:
-        yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.windows else 2.5)
+        yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.is_gemma else 2.5)
     else:
         yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
     for i in range(model.layers):
@@ -246,7 +297,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
                 v_format = (
                     "q5_k"  # llama.cpp's rule for 70B: eight heads share attn_v, so it is small and worth it
                 )
-        yield norm(f"blk.{i}.attn_norm.weight", hidden)
+        if model.has_pre_norms:
+            yield norm(f"blk.{i}.attn_norm.weight", hidden)
         if model.is_delta(i):
             yield from _delta_net(model, f"blk.{i}", linear, norm, base, residual)
             yield from feed_forward(i, down_format)
@@ -257,14 +309,15 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.architecture == "qwen2":
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
-        if model.has_head_norms:
-            yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
-            yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
+        for name, shape in zip(("attn_q_norm", "attn_k_norm"), model.head_norms() or (), strict=False):
+            yield f"blk.{i}.{name}.weight", "f32", shape, 1.0, 0.1
+        if model.architecture == "bitnet":
+            yield norm(f"blk.{i}.attn_sub_norm.weight", q_width)
         yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
-        if model.windows:
+        if model.has_post_norms:
             yield norm(f"blk.{i}.post_attention_norm.weight", hidden)
         yield from feed_forward(i, down_format)
-    yield "output_norm.weight", "f32", (hidden,), 5.0 if model.windows else 1.0, 0.1
+    yield "output_norm.weight", "f32", (hidden,), 5.0 if model.is_gemma else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
 
@@ -303,7 +356,9 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         "attention.head_count_kv": model.kv_heads,
         "attention.key_length": model.head_dim,
         "attention.value_length": model.head_dim,
-        "attention.layer_norm_rms_epsilon": float(np.float32(model.norm_eps)),  # as a file would hold it
+        f"attention.layer_norm{'' if model.is_parallel else '_rms'}_epsilon": float(
+            np.float32(model.norm_eps)
+        ),  # as a file would hold it
         "rope.freq_base": model.rope_base,
     }
     if model.architecture == "llama":
@@ -318,10 +373,12 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         hyperparameters |= {
             "attention.sliding_window": w.size,
             "attention.sliding_window_pattern": w.pattern,
-            "rope.freq_base_swa": w.rope_base,
+            **({"rope.freq_base_swa": w.rope_base} if w.rope_base else {}),
         }
         keys = ("attn_logit_softcapping", "final_logit_softcapping")
         hyperparameters |= {key: cap for key, cap in zip(keys, w.softcaps, strict=True) if cap}
+    if model.logit_scale:
+        hyperparameters["logit_scale"] = model.logit_scale
     if d := model.delta:
         thirds = [-(-d.rotated // 2 // 3), -(-d.rotated // 2 // 3)]
         hyperparameters |= {
@@ -346,9 +403,18 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         "general.type": "model",
         "general.name": f"synth {name}",
         **{f"{model.architecture}.{key}": value for key, value in hyperparameters.items()},
+        **(_xielu(model.layers) if model.architecture == "apertus" else {}),
         **(_folding(model) if model.folded else {}),
         **_tokenizer(model),
     }
+
+
+def _xielu(layers: int) -> dict[str, Any]:
+    """Parameters of Apertus' activation, by layer, before the softplus of both alphas."""
+    rng = np.random.default_rng(0)
+    alphas = {f"xielu.alpha_{sign}": rng.normal(0.5, 0.3, layers).astype(np.float32) for sign in "np"}
+    rest = {"xielu.beta": 0.5, "xielu.eps": -1e-6}
+    return alphas | {key: np.full(layers, value, np.float32) for key, value in rest.items()}
 
 
 def _folding(model: _Model) -> dict[str, Any]:

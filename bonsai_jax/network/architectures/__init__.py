@@ -27,6 +27,9 @@ ALIASES = {
     "qwen3_5_text": "qwen35",
     "gemma3_text": "gemma3",
     "falcon-h1": "falcon_h1",
+    "olmo3": "olmo2",
+    "command-r": "command_r",
+    "cohere": "command_r",
 }
 
 
