@@ -7,6 +7,7 @@ Against llama.cpp, in F32; BitNet with a squared ReLU, which llama.cpp lacks, ag
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -71,6 +72,30 @@ def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
     assert np.mean(kl) < 1e-6
     drawn = bj.generate(model, [rows[-1]["prompt"]], max_new_tokens=COUNT, sampling=GREEDY, ignore_eos=True)
     assert drawn[0].tokens == rows[-1]["tokens"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_an_engine_its_prefixes_and_gradients(name):
+    """Nothing in them knows these settings: the same text from a found prefix, and slopes of the logits."""
+    model, shared = tiny(name), prompt(130)
+    prompts = [shared + prompt(n) for n in (3, 40)]
+    options = {"max_new_tokens": 6, "ignore_eos": True}
+    want = [output.tokens for output in bj.generate(model, prompts, sampling=GREEDY, **options)]
+    with bj.Engine(model, max_batch_size=2, context=256, checkpoints=4) as engine:
+        outputs = [engine.submit(ids, GREEDY, **options).result() for ids in prompts]
+        again = [handle.result() for handle in [engine.submit(ids, GREEDY, **options) for ids in prompts]]
+    assert [output.tokens for output in outputs] == [output.tokens for output in again] == want
+    assert outputs[1].cached_tokens > 0
+    vectors = bj.embed(model.params, jnp.array([prompt(6)]))
+
+    def logit(scale):
+        noise = jnp.sin(jnp.arange(vectors.size, dtype=jnp.float32)).reshape(vectors.shape)
+        return bj.forward(model.params, vectors + scale * noise, jnp.array([6]), model.config)[0][0, -1, 7]
+
+    slope = jax.jit(jax.grad(logit))(0.0)
+    above, below = (float(jax.jit(logit)(step)) for step in (1e-3, -1e-3))
+    assert slope == pytest.approx((above - below) / 2e-3, rel=0.05, abs=1e-2)
 
 
 def values(tensor) -> np.ndarray:

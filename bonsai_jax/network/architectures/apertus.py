@@ -16,6 +16,7 @@ from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import numbers
 from pallas_kernels import XIELU, formats
 
+MODELS = "Apertus"
 TENSORS = (
     EMBED,
     *tensors(

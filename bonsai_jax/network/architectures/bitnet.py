@@ -10,6 +10,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from pallas_kernels import RELU_SQUARED, SILU
 
+MODELS = "BitNet b1.58"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "sub_norm", "o"),

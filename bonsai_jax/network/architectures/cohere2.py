@@ -7,6 +7,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import command_r
 from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
 
+MODELS = "Command R7B and Command A"
 TENSORS = command_r.PLAIN
 PATTERN = 4  # every how manyth layer sees all keys, where the file does not say
 

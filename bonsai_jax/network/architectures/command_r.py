@@ -10,6 +10,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM
 from bonsai_jax.weights.metadata import positive, whole
 
+MODELS = "Command R and R+, Aya"
 PLAIN = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),

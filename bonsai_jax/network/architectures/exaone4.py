@@ -12,6 +12,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import whole, windowed_layers, windowed_types
 
+MODELS = "EXAONE 4"
 TENSORS = (
     EMBED,
     *tensors("attention", "q", "k", "v", "q_norm", "k_norm", "o", "post_norm"),

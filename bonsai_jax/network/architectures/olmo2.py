@@ -11,6 +11,7 @@ from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.metadata import whole, windowed_layers, windowed_types
 
+MODELS = "Olmo 2 and 3"
 TENSORS = (
     EMBED,
     *tensors("attention", "q", "k", "v", "q_row_norm", "k_row_norm", "o", "post_norm"),
