@@ -13,10 +13,33 @@ import numpy as np
 MOST = 2**31 - 1
 
 
+class Key(str):
+    """A key of metadata that adds `name` to `read` when it is looked up.
+
+    A copy of the metadata has the same keys. So a function that copies it, to change a value or to leave one
+    out, is noted too, and needs no line for it.
+    """
+
+    name: str
+    read: set[str]
+
+    def __new__(cls, text: str, name: str, read: set[str]) -> "Key":
+        key = super().__new__(cls, text)
+        key.name, key.read = name, read
+        return key
+
+    def __eq__(self, other: object) -> bool:
+        if same := super().__eq__(other) is True:
+            self.read.add(self.name)
+        return same
+
+    __hash__ = str.__hash__
+
+
 def whole(metadata: Mapping[str, Any], key: str, default: int | None = None) -> int:
     """metadata[key], a whole number from 1 to 2^31 - 1; also written as a float, as some tools do."""
     if (value := _number(metadata, key, default)) != int(value) or not 1 <= value <= MOST:
-        raise ValueError(f"{key} is {_short(value)}; a whole number from 1 to {MOST} is expected")
+        raise ValueError(f"{key} is {short(value)}; a whole number from 1 to {MOST} is expected")
     return int(value)
 
 
@@ -34,7 +57,7 @@ def flags(metadata: Mapping[str, Any], key: str, count: int) -> list[bool]:
         raise KeyError(key)
     values = values.tolist() if isinstance(values, np.ndarray) else values
     if not isinstance(values, list) or len(values) < count or any(v not in (0, 1) for v in values):
-        raise ValueError(f"{key} is {_short(values)}; a list of {count} values, true or false, is expected")
+        raise ValueError(f"{key} is {short(values)}; a list of {count} values, true or false, is expected")
     return [bool(v) for v in values[:count]]
 
 
@@ -86,8 +109,13 @@ def nested(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     """What the object metadata[key] holds, under "key.name"; nothing where there is none."""
     value = metadata.get(key) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{key} is {_short(value)}; an object is expected")
-    return {f"{key}.{name}": item for name, item in value.items()}
+        raise ValueError(f"{key} is {short(value)}; an object is expected")
+    return {_inside(key, name): item for name, item in value.items()}
+
+
+def _inside(key: str, name: str) -> str:
+    text = f"{key}.{name}"
+    return Key(text, name.name, name.read) if isinstance(name, Key) else text
 
 
 def _number(metadata: Mapping[str, Any], key: str, default: float | None) -> int | float:
@@ -98,10 +126,11 @@ def _number(metadata: Mapping[str, Any], key: str, default: float | None) -> int
         raise KeyError(key)
     value = value.item() if isinstance(value, np.generic) else value
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ValueError(f"{key} is {_short(value)}; a number is expected")
+        raise ValueError(f"{key} is {short(value)}; a number is expected")
     return value
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """A value on one line of at most 80 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 80 else text[:77] + "..."

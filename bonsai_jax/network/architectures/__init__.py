@@ -15,7 +15,8 @@ import pkgutil
 from types import ModuleType
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.weights import specs
+from bonsai_jax.weights import keys, specs
+from bonsai_jax.weights.metadata import short
 from bonsai_jax.weights.specs import Description
 from checkpoints import Checkpoint, CheckpointError, folding
 
@@ -79,10 +80,19 @@ def _module(checkpoint: Checkpoint) -> ModuleType:
 
 
 def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
-    read = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
+    from_file = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
+    metadata, read = keys.recorded(checkpoint.metadata)
+    name = module.__name__.rpartition(".")[-1]
     try:
-        return read(checkpoint.metadata, checkpoint.tensors)
+        config = from_file(metadata, checkpoint.tensors)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
-        name = module.__name__.rpartition(".")[-1]
         raise CheckpointError(f"{checkpoint.source}: metadata of this {name} model: {reason}") from error
+    if unread := keys.unread(checkpoint.naming, checkpoint.metadata, read):
+        listed = ", ".join(f"{key} ({short(value)})" for key, value in list(unread.items())[:5])
+        more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
+        raise NotImplementedError(
+            f"{checkpoint.source}: {name} does not read the key {listed}{more} of the file's metadata; "
+            "running without it could give wrong text"
+        )
+    return config

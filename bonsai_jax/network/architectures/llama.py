@@ -17,6 +17,7 @@ from bonsai_jax.weights.metadata import nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
 ROPE_DIVISORS = Spec("rope_divisors", "rope_freqs.weight", None, ("rope_pairs",), optional=True)
+_TYPES = ("full_attention", "sliding_attention")
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),
@@ -39,14 +40,15 @@ def config_from_gguf(metadata, tensors, *, interleaved: bool = True) -> ModelCon
     for key in (f"{arch}.attention.value_length", f"{arch}.rope.dimension_count"):
         if (width := whole(metadata, key, head_dim)) != head_dim:
             raise NotImplementedError(f"{key} is {width}, but only head_dim ({head_dim}) is supported")
-    scaling = metadata.get(f"{arch}.rope.scaling.type", "none")
+    # Old files have a factor without a type; it is linear, as in llama.cpp.
+    scaling = metadata.get(f"{arch}.rope.scaling.type", "linear")
     if scaling not in ("none", "linear", "yarn"):
         raise NotImplementedError(
             f"{arch}.rope.scaling.type is {scaling!r}; supported: none, linear, yarn (llama3 as rope_freqs)"
         )
     # Some files say 0 where nothing is scaled; scale_linear is the key of old ones.
     keys = [f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear"]
-    factor = next((positive(metadata, key) for key in keys if metadata.get(key)), 1.0)
+    factor, *_ = [*(positive(metadata, key) for key in keys if metadata.get(key)), 1.0]
     context = whole(metadata, f"{arch}.context_length")
     rope = Rope(
         base=positive(metadata, f"{arch}.rope.freq_base", 10000.0),
@@ -84,7 +86,10 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     if metadata.get("sliding_window") and metadata.get("use_sliding_window", True):
         windowed = dataclasses.replace(full, window=whole(metadata, "sliding_window"))
         first = metadata.get("max_window_layers") or 0  # Qwen2: the layers before it see all keys
-        mixers = [windowed if number >= first else full for number in range(num_layers)]
+        types = metadata.get("layer_types") or [_TYPES[number >= first] for number in range(num_layers)]
+        if len(types) != num_layers or not {*types} <= {*_TYPES}:
+            raise ValueError(f"layer_types: {num_layers} are expected, each one of {', '.join(_TYPES)}")
+        mixers = [windowed if kind == _TYPES[True] else full for kind in types]
     return ModelConfig(
         architecture=metadata["model_type"],
         hidden=hidden,

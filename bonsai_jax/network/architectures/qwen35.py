@@ -117,7 +117,8 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     num_layers, rope = whole(metadata, "num_hidden_layers"), nested(metadata, "rope_parameters")
     if (kind := rope.get("rope_parameters.rope_type", "default")) != "default":
         raise NotImplementedError(f"rope_parameters.rope_type is {kind!r}; supported: default")
-    part = positive(rope, "rope_parameters.partial_rotary_factor", 0.25)
+    part = positive(metadata, "partial_rotary_factor", 0.25)
+    part = positive(rope, "rope_parameters.partial_rotary_factor", part)
     head_dim = whole(metadata, "head_dim", 256)
     if metadata.get("layer_types") is None:
         interval = whole(metadata, "full_attention_interval", 4)

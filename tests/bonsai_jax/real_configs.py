@@ -1,0 +1,186 @@
+"""Metadata as in real files: the hyperparameters that llama.cpp's converters write, and config.json."""
+
+import numpy as np
+
+
+def _gguf(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, context: int, base: float, **more):
+    keys = {
+        "block_count": layers,
+        "context_length": context,
+        "embedding_length": hidden,
+        "feed_forward_length": ffn,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": base,
+    }
+    return keys | {name.replace("__", "."): value for name, value in more.items()}
+
+
+def _head_dim(size: int) -> dict:
+    return {"attention__key_length": size, "attention__value_length": size}
+
+
+# By model: architecture, keys without its name.
+GGUF = {
+    "Llama 2 7B, of 2023": (
+        "llama",
+        _gguf(32, 4096, 11008, 32, 32, 4096, 1e4, rope__dimension_count=128, vocab_size=32000)
+        | {"tensor_data_layout": "Meta AI original pth"},
+    ),
+    "Llama 3.1 8B": (
+        "llama",
+        _gguf(32, 4096, 14336, 32, 8, 131072, 5e5, rope__dimension_count=128, vocab_size=128256)
+        | {"attention.key_length": 128, "attention.value_length": 128},
+    ),
+    "Mistral 7B v0.3": (
+        "llama",
+        _gguf(32, 4096, 14336, 32, 8, 32768, 1e6, rope__dimension_count=128, vocab_size=32768),
+    ),
+    "AFM 4.5B": (
+        "arcee",
+        _gguf(36, 2560, 18432, 20, 4, 65536, 1e4, rope__dimension_count=128, vocab_size=128004)
+        | {"rope.scaling.type": "yarn", "rope.scaling.factor": 20.0, "rope.scaling.yarn_beta_fast": 32.0}
+        | {"rope.scaling.yarn_beta_slow": 1.0, "rope.scaling.original_context_length": 4096},
+    ),
+    "Qwen2.5 7B": ("qwen2", _gguf(28, 3584, 18944, 28, 4, 32768, 1e6)),
+    "Bonsai 8B": (
+        "qwen3",
+        _gguf(36, 4096, 12288, 32, 8, 65536, 1e6, **_head_dim(128))
+        | {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}
+        | {"rope.scaling.original_context_length": 16384, "rope.scaling.yarn_attn_factor": 1.0},
+    ),
+    "Qwen3 Reranker 0.6B": (
+        "qwen3",
+        _gguf(28, 1024, 3072, 16, 8, 40960, 1e6, **_head_dim(128))
+        | {"pooling_type": 4, "classifier.output_labels": ["yes", "no"]},
+    ),
+    "Qwen3 30B-A3B": (
+        "qwen3moe",
+        _gguf(48, 2048, 6144, 32, 4, 40960, 1e6, **_head_dim(128))
+        | {"expert_count": 128, "expert_used_count": 8, "expert_feed_forward_length": 768}
+        | {"expert_shared_feed_forward_length": 0},
+    ),
+    "Qwen3.5 9B": (
+        "qwen35",
+        _gguf(32, 4096, 12288, 16, 4, 262144, 1e7, **_head_dim(256))
+        | {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 32}
+        | {"ssm.inner_size": 4096, "full_attention_interval": 4, "rope.dimension_count": 64}
+        | {"attention.recurrent_layers": [layer % 4 < 3 for layer in range(33)], "nextn_predict_layers": 1}
+        | {"block_count": 33, "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
+    ),
+    "Gemma 2 9B": (
+        "gemma2",
+        {k: v for k, v in _gguf(42, 3584, 14336, 16, 8, 8192, 0).items() if k != "rope.freq_base"}
+        | {"attention.key_length": 256, "attention.value_length": 256, "attention.sliding_window": 4096}
+        | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    ),
+    "Gemma 3 12B": (
+        "gemma3",
+        _gguf(48, 3840, 15360, 16, 8, 131072, 1e6, **_head_dim(256), attention__sliding_window=1024)
+        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 1e4},
+    ),
+}
+
+
+def _config(model_type: str, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, context: int):
+    """What transformers writes for every decoder."""
+    return {
+        "model_type": model_type,
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 1,
+        "eos_token_id": [2, 3],
+        "pad_token_id": 0,
+        "head_dim": 128,
+        "initializer_range": 0.02,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.57.1",
+        "use_cache": True,
+        "vocab_size": 1000,
+        "architectures": ["SomethingForCausalLM"],
+        "quantization_config": {"quant_method": "gptq", "bits": 4},
+        "unsloth_fixed": True,
+    }
+
+
+_QWEN = {"max_window_layers": 28, "sliding_window": 131072, "use_sliding_window": False, "use_mrope": False}
+_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "cache_implementation": "hybrid", "head_dim": 256}
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_YARN = {"rope_type": "yarn", "factor": 20.0, "original_max_position_embeddings": 4096, "beta_fast": 32.0}
+_WINDOWS = ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(26)]
+_MROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+_MROPE |= {"rope_theta": 1e7, "partial_rotary_factor": 0.25}
+HUGGING_FACE = {
+    "Llama 3.1 8B": _config("llama", 32, 4096, 14336, 32, 8, 131072)
+    | {"mlp_bias": False, "pretraining_tp": 1}
+    | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 8192}},
+    "SmolLM2 135M": _config("llama", 30, 576, 1536, 9, 3, 8192)
+    | {"is_llama_config": True, "rope_interleaved": False, "head_dim": 64, "pretraining_tp": 1}
+    | {"transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}}},
+    "Mistral 7B v0.1": _config("mistral", 32, 4096, 14336, 32, 8, 32768) | {"sliding_window": 4096},
+    "AFM 4.5B": _config("arcee", 36, 2560, 18432, 20, 4, 65536)
+    | {"hidden_act": "relu2", "mlp_bias": False, "rope_scaling": _YARN | {"beta_slow": 1.0}},
+    "Qwen2.5 7B": _config("qwen2", 28, 3584, 18944, 28, 4, 32768) | _QWEN,
+    "Qwen3 8B": _config("qwen3", 36, 4096, 12288, 32, 8, 40960)
+    | _QWEN
+    | {"sliding_window": None, "layer_types": ["full_attention"] * 36}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    "Qwen3 30B-A3B": _config("qwen3_moe", 48, 2048, 6144, 32, 4, 40960)
+    | _QWEN
+    | {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "num_experts": 128}
+    | {"norm_topk_prob": True, "num_experts_per_tok": 8, "output_router_logits": False}
+    | {"router_aux_loss_coef": 0.001},
+    "Gemma 2 9B": _config("gemma2", 42, 3584, 14336, 16, 8, 8192)
+    | _GEMMA
+    | {"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_size": 4096},
+    "Gemma 3 1B": _config("gemma3_text", 26, 1152, 6912, 4, 1, 32768)
+    | {"hidden_act": None}
+    | _GEMMA
+    | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "query_pre_attn_scalar": 256}
+    | {"rope_local_base_freq": 10000, "sliding_window": 512, "sliding_window_pattern": 6}
+    | {"_sliding_window_pattern": 6, "layer_types": _WINDOWS, "use_bidirectional_attention": False},
+    "Gemma 3 4B": {
+        "model_type": "gemma3",
+        "boi_token_index": 255999,
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text",
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "num_hidden_layers": 34,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152, "layer_types": ["x"], "logit_scale": 3.0},
+        "torch_dtype": "bfloat16",
+    },
+    "Qwen3.5 9B": {
+        "model_type": "qwen3_5",
+        "image_token_id": 248056,
+        "text_config": _config("qwen3_5_text", 32, 4096, 12288, 16, 4, 262144)
+        | {"attn_output_gate": True, "full_attention_interval": 4, "head_dim": 256}
+        | {"layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(32)]}
+        | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16}
+        | {"linear_num_value_heads": 32, "linear_value_head_dim": 128, "mamba_ssm_dtype": "float32"}
+        | {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False, "partial_rotary_factor": 0.25}
+        | {"rope_parameters": _MROPE},
+        "vision_config": {"depth": 27},
+    },
+}  # fmt: skip
