@@ -15,6 +15,7 @@ from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
     from bonsai_jax import RunConfig
+    from bonsai_jax.network.unsupported import Missing
     from bonsai_jax.weights.records import LoadPlan
     from bonsai_jax.weights.specs import Description
     from checkpoints import Checkpoint
@@ -43,31 +44,31 @@ def command(
     requested = run.config(context=context)
 
     from bonsai_jax.network import architectures
+    from bonsai_jax.network.unsupported import UnsupportedArchitecture
     from bonsai_jax.weights import memory
     from bonsai_jax.weights.plan import planned, resolve
 
     checkpoint = model.checkpoint()
-    description = architectures.describe(checkpoint)
+    try:
+        description = architectures.describe(checkpoint)
+    except UnsupportedArchitecture as error:
+        _print_unsupported(checkpoint, error.missing, as_json)
+        raise
     resolved = resolve(description, requested)
-    tensors = _by_format(checkpoint)
     figures = _figures(description, resolved)
     chosen = _kernels(planned(description, resolved))
     verdicts = memory.explain_weights(description, dataclasses.replace(resolved, weights=requested.weights))
     stored = [dataclasses.asdict(verdict) for verdict in verdicts]
     if as_json:
         out = {
-            "source": checkpoint.source,
-            "metadata": {key: _shortened(value) for key, value in checkpoint.metadata.items()},
-            "tensors": tensors,
+            **_contents(checkpoint),
             "figures": figures,
             "weights": stored,
             "kernels": chosen,
         }
         print(text.json_line(out))
         return
-    print(checkpoint.source, end="\n\n")
-    print(text.table([(key, _one_line(value)) for key, value in checkpoint.metadata.items()]), end="\n\n")
-    print(text.table([tuple(tensors[0]), *(tuple(row.values()) for row in tensors)]), end="\n\n")
+    _print_contents(checkpoint)
     print(text.table([(key, _readable(key, value)) for key, value in figures.items()]), end="\n\n")
     for verdict in stored:
         print(f"weights {'->' if verdict['taken'] else '  '} {verdict['kernel']}: {verdict['reason']}")
@@ -76,6 +77,31 @@ def command(
     print(text.table([_kernel_cells(entry) for entry in chosen]), end="\n\n")
     for op, reason, kernels in _refused(chosen):
         print(f"{op} not by {', '.join(kernels)}: {reason}")
+
+
+def _contents(checkpoint: "Checkpoint") -> dict[str, Any]:
+    """What is in the file, for JSON."""
+    metadata = {key: _shortened(value) for key, value in checkpoint.metadata.items()}
+    return {"source": checkpoint.source, "metadata": metadata, "tensors": _by_format(checkpoint)}
+
+
+def _print_contents(checkpoint: "Checkpoint") -> None:
+    tensors = _by_format(checkpoint)
+    print(checkpoint.source, end="\n\n")
+    print(text.table([(key, _one_line(value)) for key, value in checkpoint.metadata.items()]), end="\n\n")
+    print(text.table([tuple(tensors[0]), *(tuple(row.values()) for row in tensors)]), end="\n\n")
+
+
+def _print_unsupported(checkpoint: "Checkpoint", missing: "Missing | None", as_json: bool) -> None:
+    """What is in a file that does not run, and what it would take to run it."""
+    if as_json:
+        lacks = dataclasses.asdict(missing) if missing else None
+        print(text.json_line({**_contents(checkpoint), "unsupported": lacks}))
+        return
+    _print_contents(checkpoint)
+    if missing:
+        print(f"{missing.models}: not supported. The nearest that runs is {missing.nearest}; it lacks")
+        print("\n".join(f"  - {lack}" for lack in missing.lacks))
 
 
 def _shortened(value: Any) -> Any:

@@ -15,6 +15,8 @@ import pkgutil
 from types import ModuleType
 
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import unsupported
+from bonsai_jax.network.unsupported import Missing, UnsupportedArchitecture
 from bonsai_jax.weights import keys, specs
 from bonsai_jax.weights.metadata import short
 from bonsai_jax.weights.specs import Description
@@ -40,11 +42,25 @@ def names() -> list[str]:
 
 
 def get(name: str) -> ModuleType:
-    """The module of an architecture. Raises NotImplementedError, with the list, if there is none."""
+    """The module of an architecture.
+
+    Raises UnsupportedArchitecture, a NotImplementedError, if there is none. The message names the nearest that
+    runs and what that lacks, or lists those that run.
+    """
     name = ALIASES.get(name, name)
     if name not in names():
-        raise NotImplementedError(f"architecture {name!r} is not supported; supported: {', '.join(names())}")
+        raise UnsupportedArchitecture(_not_supported(name, missing := unsupported.find(name)), missing)
     return importlib.import_module(f"{__name__}.{name}")
+
+
+def _not_supported(name: str, missing: Missing | None) -> str:
+    if missing is None:
+        return f"architecture {short(name)} is not supported; supported: {', '.join(names())}"
+    lacks = ", ".join(missing.lacks)
+    return (
+        f"architecture {name!r} ({missing.models}) is not supported; "
+        f"the nearest that runs is {missing.nearest}, which lacks: {lacks}"
+    )
 
 
 def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
@@ -71,12 +87,12 @@ def _module(checkpoint: Checkpoint) -> ModuleType:
     name = checkpoint.metadata.get(key)
     if not isinstance(name, str):
         raise CheckpointError(
-            f"{checkpoint.source}: {key} is {name!r}; it must name the model's architecture"
+            f"{checkpoint.source}: {key} is {short(name)}; it must name the model's architecture"
         )
     try:
         return get(name)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{checkpoint.source}: {error}") from error
+    except UnsupportedArchitecture as error:
+        raise UnsupportedArchitecture(f"{checkpoint.source}: {error}", error.missing) from error
 
 
 def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
