@@ -16,6 +16,7 @@ import typer.main
 import bonsai_jax as bj
 import pallas_kernels
 from bonsai_jax.cli import app
+from bonsai_jax.network import architectures
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -126,3 +127,16 @@ def test_the_site_names_every_page():
     listed = (ROOT / "mkdocs.yml").read_text()
     for page in PAGES[1:]:
         assert f": {page.relative_to(ROOT / 'docs')}" in listed, page
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/formats.md"])
+def test_the_table_of_models_is_that_of_the_architectures(page):
+    """One row for each, also with others; it has the names in the module's MODELS, and may say more."""
+    table = (ROOT / page).read_text().split("| architecture | models |\n")[1].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|", 1)] for line in table.splitlines()[1:]]
+    models = [(name, text) for names, text in rows for name in names.split(", ")]
+    models = [(architectures.ALIASES.get(name, name), text) for name, text in models]
+    assert sorted(name for name, _ in models) == architectures.names()
+    for name, text in models:
+        missing = [m for m in re.split("[,;] ", architectures.get(name).MODELS) if m not in text]
+        assert not missing, f"{page}: the row of {name} lacks {missing}, models of {name}.MODELS"

@@ -2,6 +2,7 @@
 
 An architecture module defines
 
+    MODELS                        names of models that have it, as in the README's table
     TENSORS                       a Spec for every tensor that a file of it has
     DRAFT                         the same for its draft layer, where it may have one
     config_from_gguf(metadata, tensors)         -> ModelConfig, from GGUF keys
@@ -44,8 +45,8 @@ def names() -> list[str]:
 def get(name: str) -> ModuleType:
     """The module of an architecture.
 
-    Raises UnsupportedArchitecture, a NotImplementedError, if there is none. The message names the nearest that
-    runs and what that lacks, or lists those that run.
+    Raises UnsupportedArchitecture, a NotImplementedError, if there is none. The message names the nearest
+    that runs and what that lacks, or lists those that run.
     """
     name = ALIASES.get(name, name)
     if name not in names():

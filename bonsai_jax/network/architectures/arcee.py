@@ -8,6 +8,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.plain_mlp import PlainMlp
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 
+MODELS = "AFM-4.5B"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),

@@ -11,6 +11,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.mamba2_metadata import mamba2_from_gguf
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 
+MODELS = "Falcon-H1"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),

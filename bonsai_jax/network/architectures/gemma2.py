@@ -3,6 +3,7 @@ window in every second layer."""
 
 from bonsai_jax.network.architectures import gemma3
 
+MODELS = "Gemma 2"
 TENSORS = gemma3.PLAIN
 WINDOW, SCORES, LOGITS = 4096, 50.0, 30.0  # where the file does not say
 LARGEST = 46  # layers of the 27B

@@ -18,6 +18,7 @@ from bonsai_jax.weights.metadata import positive, whole, windowed_layers, window
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels.activations import GELU_TANH
 
+MODELS = "Gemma 3"
 LOCAL_BASE = 10000.0  # of the rope of layers with a window, where the file does not say
 LARGEST = 62  # layers of the 27B, whose scale is not that of its heads
 

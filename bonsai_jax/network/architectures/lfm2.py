@@ -14,6 +14,7 @@ from bonsai_jax.network.kinds.short_conv import ShortConv
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import counts, positive, whole
 
+MODELS = "LFM2 and LFM2.5"
 TENSORS = (
     EMBED,
     *tensors(

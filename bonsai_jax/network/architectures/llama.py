@@ -16,6 +16,7 @@ from bonsai_jax.network.rope import Rope, yarn_mscale
 from bonsai_jax.weights.metadata import nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
+MODELS = "SmolLM2, Llama 2 and 3, Mistral"
 ROPE_DIVISORS = Spec("rope_divisors", "rope_freqs.weight", None, ("rope_pairs",), optional=True)
 _TYPES = ("full_attention", "sliding_attention")
 TENSORS = (

@@ -15,6 +15,7 @@ from bonsai_jax.network.mamba2_metadata import mamba2_from_gguf
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import counts, positive, whole
 
+MODELS = "Nemotron-H and Nemotron Nano 2"
 _NORM = ("attn_norm.weight", "norm.weight")
 _OF_LAYERS = (
     *tensors("attention", "q", "k", "v", "o", norm=_NORM),

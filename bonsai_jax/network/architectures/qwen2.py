@@ -3,6 +3,7 @@
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 
+MODELS = "Qwen2, Qwen2.5"
 TENSORS = (*llama.TENSORS, *tensors("attention", "q_bias", "k_bias", "v_bias"))
 
 

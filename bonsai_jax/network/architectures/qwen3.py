@@ -8,6 +8,7 @@ context by YaRN, whose mscale holds at all positions: without it even short prom
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 
+MODELS = "Qwen3; Bonsai 1.7B, 4B and 8B"
 TENSORS = (*llama.TENSORS, *tensors("attention", "q_norm", "k_norm"))
 
 

@@ -21,6 +21,8 @@ from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.metadata import flags, nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
+MODELS = "Qwen3.5's dense models, text only; Bonsai 27B; Bonsai 2"
+
 
 def _plus_1(norm: jax.Array) -> jax.Array:
     return 1 + norm

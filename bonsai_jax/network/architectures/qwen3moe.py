@@ -14,6 +14,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import whole
 
+MODELS = "Qwen3-30B-A3B"
 TENSORS = (*qwen3.TENSORS, *tensors("experts", "norm", "router", "gate", "up", "down"))
 SOFTMAX = 1  # of llama.cpp's gating functions
 
