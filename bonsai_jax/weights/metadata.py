@@ -71,7 +71,7 @@ def counts(metadata: Mapping[str, Any], key: str, count: int) -> list[int]:
     values = values if isinstance(values, list) else [values] * count
     whole_numbers = all(isinstance(v, int) and not isinstance(v, bool) and 0 <= v <= MOST for v in values)
     if len(values) < count or not whole_numbers:
-        raise ValueError(f"{key} is {_short(values)}; a list of {count} whole numbers from 0 on is expected")
+        raise ValueError(f"{key} is {short(values)}; a list of {count} whole numbers from 0 on is expected")
     return values[:count]
 
 
