@@ -8,8 +8,8 @@ GGUF file expect. So in patterns with upper and lower case only ASCII letters ha
 counts as both), and a range of characters does not match the spaces in it.
 
 tests/bonsai_jax/test_pre_tokenizers.py compares every name with llama.cpp. Not supported are names whose
-words llama.cpp finds with special code (kimi-k2, afmoe), and those that are not byte-level (gemma4, mmbert,
-sarvam-moe, whitespace).
+words llama.cpp finds with special code (afmoe), and those that are not byte-level (mmbert, sarvam-moe,
+whitespace; Gemma 4's, which cuts at line breaks only, is in tokenizer_gguf.py).
 """
 
 import dataclasses
@@ -81,6 +81,11 @@ _YOUTU = (
     r"|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
     rf"|[\u3105-\u312f]+|{_KANA_AND_HAN}"
 )
+# Words of Han characters alone, as llama.cpp counts them; letters are all others.
+_HAN = r"\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\x{20000}-\x{2a6df}\x{2a700}-\x{2ebef}\x{2f800}-\x{2fa1f}"
+_KIMI = (
+    rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+(?:{_ENDING})?|{_THREE_DIGITS}|{_SIGNS}|{_SPACE}"
+)
 _NO_POINTS = r" ?[^(\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"  # between commas and full stops
 _SPACE_BY_POWERS_OF_2 = "".join(rf"\s{{{2**i}}}(?!\S)|" for i in range(9, 1, -1)) + r"\s{1,2}(?!\S)|\s{1}"
 
@@ -118,14 +123,18 @@ _KINDS = {
     "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": PreTokenizer((_GPT4O,)),
     "granite-embed-multi-97m": PreTokenizer((_GRANITE,), ignore_merges=True),
-    # Groups of three digits, counted from the end.
+    # Groups of three digits, counted from the end; in llama.cpp the first has the text before it.
     "tiny_aya cohere2moe": PreTokenizer(
-        (r"\p{N}{1,3}(?=(?:\p{N}{3})+(?!\p{N}))", f"{_MARKED}|{_THREE_DIGITS}|{_PATHS}|{_SPACE}")
+        (
+            r"\P{N}*+(?:\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))|\z)",
+            f"{_MARKED}|{_THREE_DIGITS}|{_PATHS}|{_SPACE}",
+        )
     ),
     "superbpe": PreTokenizer((r"\p{N}+", r"(?=([0-9]{3})+(?![0-9]))")),
     "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM),
     "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _TO_HANGUL, _DIGIT)),
     "deepseek-v3 hunyuan-dense joyai-llm": PreTokenizer(_DEEPSEEK3),
+    "kimi-k2": PreTokenizer((_KIMI,)),
     "youtu": PreTokenizer((_YOUTU, f"{_MARKED}|{_DIGIT}|{_PATHS}|{_SPACE}"), ignore_merges=True),
     "bloom poro-chat gpt3-finnish": PreTokenizer((_NO_POINTS,)),
     "viking": PreTokenizer((_NO_POINTS, _DIGIT)),

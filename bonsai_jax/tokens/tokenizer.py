@@ -47,7 +47,8 @@ class Tokenizer(Vocabulary):
         """From GGUF's `tokenizer.*` keys; arrays are lists of str and numpy arrays (or lists) of numbers.
 
         `tokenizer.ggml.model` may be "gpt2" (byte-level BPE; `tokenizer.ggml.pre` says how text is cut into
-        words, see pre_tokenizers.py) or "llama" (SentencePiece-style: the merge with the best score first).
+        words, see pre_tokenizers.py), "llama" (SentencePiece-style: the merge with the best score first) or
+        "gemma4" (BPE over characters, in which only line breaks end a word).
         ValueError names a key whose value is missing or contradicts the others, NotImplementedError a kind of
         tokenizer that is not supported.
 

@@ -1,6 +1,8 @@
-"""Tokenizers from GGUF metadata: byte-level BPE and SentencePiece-style BPE, with llama.cpp's ids."""
+"""Tokenizers from GGUF metadata, with llama.cpp's ids: byte-level BPE, SentencePiece-style BPE, and Gemma 4's
+BPE over raw text."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from bonsai_jax.tokens.vocabulary import (
     UNUSED,
     USER_DEFINED,
     Vocabulary,
+    marks,
 )
 
 _LONGEST_PIECE = 1024  # characters; tokens of real vocabularies have at most a few hundred
@@ -39,8 +42,10 @@ def build(metadata: Mapping[str, Any]) -> Vocabulary:
         return _byte_level_bpe(metadata, tokens)
     if kind == "llama":
         return _sentencepiece_bpe(metadata, tokens)
+    if kind == "gemma4":
+        return _raw_bpe(metadata, tokens)
     raise NotImplementedError(
-        f"tokenizer.ggml.model = {kind[:80]!r} is not supported; supported: 'gpt2', 'llama'"
+        f"tokenizer.ggml.model = {kind[:80]!r} is not supported; supported: 'gpt2', 'llama', 'gemma4'"
     )
 
 
@@ -151,6 +156,7 @@ class _Tokens:
         ends |= {
             self.ids[text] for text in END_TEXTS if text in self.ids and self.kinds[self.ids[text]] == CONTROL
         }
+        ends -= {self.ids[text] for text in marks(self.ids)}
         template = _value(metadata, "tokenizer.chat_template", str, None)
         return Vocabulary(
             texts=self.texts,
@@ -228,6 +234,21 @@ class _SentencePiece:
         return self.backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Raw:
+    """encode_plain of a "gemma4" vocabulary. ids: of runs of line breaks that are a token."""
+
+    backend: Any
+    ids: dict[str, int]
+
+    def __call__(self, text: str, follows_special: bool) -> list[int]:
+        ids = []
+        for line in re.findall(r"\n+|[^\n]+", text.replace(" ", SPACE)):
+            whole = self.ids.get(line)
+            ids += [whole] if whole is not None else self.backend.encode(line, add_special_tokens=False).ids
+        return ids
+
+
 def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
     """A text cut at every `mark`, with `id` in its place and without empty pieces; an id is returned as it
     is."""
@@ -250,6 +271,14 @@ def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> A
         raise ValueError(f"{key}: {error}") from None
 
 
+def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """A merge is "left right"; of equal merges the first counts."""
+    merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
+    if bad := next((left for left, right in merges if not left or not right or " " in right), None):
+        raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
+    return merges
+
+
 def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     from tokenizers import Regex, pre_tokenizers
 
@@ -261,10 +290,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
             f"tokenizer.ggml.pre = {name[:80]!r} is not supported; supported: {supported}"
         )
 
-    # A merge is "left right"; of equal merges the first counts.
-    merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
-    if bad := next((left for left, right in merges if not left or not right or " " in right), None):
-        raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
+    merges = _merges(metadata)
     # Bytes without a token are dropped after merging; before, they keep their neighbours from merging.
     count = len(tokens.texts)
     missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]
@@ -286,20 +312,45 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     )
 
 
+def _raw_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
+    """Gemma 4's: merges as in byte-level BPE, but of characters, with U+2581 for a space.
+
+    Only line breaks end a word, and a run of them that is a token is taken whole. BOS is always added,
+    whatever the file says.
+    """
+    _check_bytes(tokens)
+    backend = _bpe("tokenizer.ggml.merges", tokens.bpe_ids, _merges(metadata), byte_fallback=True)
+    runs = {text: id for text, id in tokens.bpe_ids.items() if not text.strip("\n")}
+    return tokens.vocabulary(
+        {**metadata, "tokenizer.ggml.add_bos_token": True},
+        encode_plain=_Raw(backend, runs),
+        bos_id=tokens.special_id(metadata, "bos"),
+        eos_id=tokens.special_id(metadata, "eos"),
+        add_bos=True,
+        byte_level=False,
+        space_prefix=False,
+    )
+
+
+def _check_bytes(tokens: _Tokens) -> None:
+    for id, (kind, text) in enumerate(zip(tokens.kinds, tokens.texts, strict=True)):
+        if kind == BYTE and not BYTE_TOKEN.fullmatch(text):
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{id}] = {text[:80]!r} has type byte: expected <0x00> to <0xFF>"
+            )
+
+
 def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     texts, kinds = tokens.texts, tokens.kinds
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(texts), default=0.0 if not texts else None)
     if np.isnan(scores).any():
         raise ValueError(f"tokenizer.ggml.scores[{np.flatnonzero(np.isnan(scores))[0]}] is not a number")
-    for id, kind in enumerate(kinds):
-        if kind == BYTE and not BYTE_TOKEN.fullmatch(texts[id]):
-            raise ValueError(
-                f"tokenizer.ggml.tokens[{id}] = {texts[id][:80]!r} has type byte: expected <0x00> to <0xFF>"
-            )
-        if len(texts[id]) > _LONGEST_PIECE:
-            raise ValueError(
-                f"tokenizer.ggml.tokens[{id}] has {len(texts[id])} characters, the limit is {_LONGEST_PIECE}"
-            )
+    _check_bytes(tokens)
+    long = next((id for id, text in enumerate(texts) if len(text) > _LONGEST_PIECE), None)
+    if long is not None:
+        raise ValueError(
+            f"tokenizer.ggml.tokens[{long}] has {len(texts[long])} characters, the limit is {_LONGEST_PIECE}"
+        )
 
     # Every way to form a token from two others is a merge; tokens with better scores come first.
     mergeable = {

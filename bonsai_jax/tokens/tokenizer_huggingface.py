@@ -18,6 +18,7 @@ from bonsai_jax.tokens.vocabulary import (
     UNUSED,
     USER_DEFINED,
     Vocabulary,
+    marks,
 )
 
 
@@ -92,6 +93,7 @@ def _build(folder: Path, path: Path) -> Vocabulary:
     ids = {name: _token_id(folder, backend, config, name) for name in ("bos", "eos", "pad")}
     ends = {ids["eos"], *(backend.token_to_id(text) for text in END_TEXTS)}
     ends = {id for id in ends if id is not None and (id == ids["eos"] or kinds[id] == CONTROL)}
+    ends -= {backend.token_to_id(text) for text in marks(backend.get_vocab())}
     for name in ("generation_config.json", "config.json"):
         listed = _json(folder / name).get("eos_token_id") or []
         listed = listed if isinstance(listed, list) else [listed]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 # Kinds of tokens, numbered as in GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -24,8 +24,21 @@ BYTE_ALPHABET = _byte_alphabet()
 END_TEXTS = (  # noqa: SIM905 - a list would fill a page
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
     "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> "
-    "<fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
+    "<fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
+    "<turn|> <|tool_response> [e~[ <|flush|> <|calls|>"
 ).split()
+
+
+def marks(names: Mapping[str, int]) -> list[str]:
+    """The tokens of END_TEXTS that do not end an answer in this vocabulary, as in llama.cpp. In gpt-oss and
+    Solar Open an answer has several messages, and <|end|> ends one. In Gemma 4 </s> is text.
+
+    names  {text: id}
+    """
+    calls = "<|call|>" in names or "<|calls|>" in names
+    messages = calls and ("<|return|>" in names or "<|flush|>" in names)
+    named = [("<|end|>", messages), ("</s>", "<|tool_response>" in names)]
+    return [text for text, is_mark in named if is_mark and text in names]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

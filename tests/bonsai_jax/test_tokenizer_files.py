@@ -66,9 +66,9 @@ def test_each_inconsistency_is_named():
         with pytest.raises(ValueError, match=message):
             Tokenizer.from_gguf({key: value for key, value in changed.items() if value is not None})
     for change, message in [
-        ({"model": "bert"}, "'bert' is not supported.*'gpt2', 'llama'"),
+        ({"model": "bert"}, "'bert' is not supported.*'gpt2', 'llama', 'gemma4'"),
         ({"pre": "x"}, "'x' is not supported; supported: " + ", ".join(sorted(PRE_TOKENIZERS))),
-        ({"pre": "kimi-k2"}, "'kimi-k2' is not supported.*qwen2"),
+        ({"pre": "afmoe"}, "'afmoe' is not supported.*qwen2"),
     ]:
         with pytest.raises(NotImplementedError, match=message):
             Tokenizer.from_gguf(good | {f"tokenizer.ggml.{key}": value for key, value in change.items()})
@@ -84,6 +84,27 @@ def test_empty_and_unused_tokens_stand_for_nothing():
     ours = Tokenizer.from_gguf(metadata | more)
     assert [ours.token_bytes(len(tokens) + i) for i in range(3)] == [b"", b"", b""]
     assert ours.encode(TEXTS[3]) == tokenizer_of("qwen2").encode(TEXTS[3])
+
+
+@pytest.mark.parametrize(
+    ("names", "ends"),
+    [
+        (("<|end|>", "<|return|>", "<|call|>"), ["<|call|>", "<|return|>"]),  # gpt-oss
+        (("<|end|>", "<|calls|>", "<|flush|>"), ["<|calls|>", "<|flush|>"]),  # Solar Open
+        (("<|end|>", "<|endoftext|>"), ["<|endoftext|>", "<|end|>"]),  # Phi-3
+        (("</s>", "<turn|>", "<|tool_response>"), ["<turn|>", "<|tool_response>"]),  # Gemma 4
+    ],
+)
+def test_tokens_that_end_an_answer(tmp_path, names, ends):
+    metadata = byte_level_metadata("qwen2")
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    more = {"tokenizer.ggml.tokens": [*tokens, *names]}
+    more["tokenizer.ggml.token_type"] = [*types, *[CONTROL] * len(names)]
+    eos = metadata["tokenizer.ggml.eos_token_id"]
+    ours = Tokenizer.from_gguf(metadata | more)
+    assert sorted(ours.texts[id] for id in ours.eos_ids - {eos}) == ends
+    hugging_face_folder(tmp_path, metadata | more, add_bos=False)
+    assert Tokenizer.from_folder(tmp_path).eos_ids == ours.eos_ids | {7}
 
 
 # ---- Hugging Face folders ----

@@ -153,6 +153,32 @@ def sentencepiece_metadata(space_prefix: bool = True) -> dict:
     }
 
 
+@functools.cache
+def raw_metadata() -> dict:
+    """A vocabulary like Gemma 4's: merges over characters, byte tokens, and runs of line breaks as tokens."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE())
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("\n", "removed")
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=1500, show_progress=False)
+    backend.train_from_iterator([text[i:] for text in TEXTS[:14] for i in (0, 1, 2)] * 3, trainer)
+    model = json.loads(backend.to_str())["model"]
+    pieces = [t for t in sorted(model["vocab"], key=model["vocab"].get) if not set(t) & set("Ж字")]
+    pieces += ["\n", "\n\n", "\n\n\n", "▁unmerged"]
+    merges = [merge for merge in model["merges"] if not set("".join(merge)) & set("Ж字")]
+    head = ["<pad>", "<eos>", "<bos>", "<unk>", "</s>", "<|tool_response>", "<|turn>", "<turn|>", "<tool>"]
+    kinds = [CONTROL, CONTROL, CONTROL, UNKNOWN, NORMAL, CONTROL, CONTROL, CONTROL, USER_DEFINED]
+    data = [f"<0x{byte:02X}>" for byte in range(256)]
+    return {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": head + data + pieces,
+        "tokenizer.ggml.token_type": kinds + [BYTE] * 256 + [NORMAL] * len(pieces),
+        "tokenizer.ggml.merges": [" ".join(merge) for merge in [*merges, ("\n", "\n")]],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.add_bos_token": False,  # which llama.cpp overrides
+    }
+
+
 def write_model(path: Path, metadata: dict) -> None:
     """A complete llama model of width 32 around a vocabulary: llama.cpp's server loads nothing less."""
     writer = GGUFWriter(path, "llama")
@@ -189,6 +215,7 @@ def write_model(path: Path, metadata: dict) -> None:
 PRE_TOKENIZERS = ["default", "gpt-2", "smollm", "qwen2", "llama-bpe"]
 VOCABULARIES = {pre: functools.partial(byte_level_metadata, pre) for pre in PRE_TOKENIZERS}
 VOCABULARIES |= {
+    "gemma4": raw_metadata,
     "sentencepiece": sentencepiece_metadata,
     "sentencepiece-bare": lambda: sentencepiece_metadata(False),
 }
