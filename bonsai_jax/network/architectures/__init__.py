@@ -15,6 +15,8 @@ import importlib
 import pkgutil
 from types import ModuleType
 
+import numpy as np
+
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import unsupported
 from bonsai_jax.network.unsupported import Missing, UnsupportedArchitecture
@@ -35,6 +37,9 @@ ALIASES = {
     "command-r": "command_r",
     "cohere": "command_r",
 }
+
+MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory
+LONGEST_REASON = 400  # characters; a value of the file may be in it
 
 
 def names() -> list[str]:
@@ -98,12 +103,15 @@ def _module(checkpoint: Checkpoint) -> ModuleType:
 
 def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
     from_file = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
+    _check_layers(checkpoint)
     metadata, read = keys.recorded(checkpoint.metadata)
     name = module.__name__.rpartition(".")[-1]
     try:
         config = from_file(metadata, checkpoint.tensors)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{checkpoint.source}: {_one_line(error)}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else _one_line(error)
         raise CheckpointError(f"{checkpoint.source}: metadata of this {name} model: {reason}") from error
     if unread := keys.unread(checkpoint.naming, checkpoint.metadata, read):
         listed = ", ".join(f"{key} ({short(value)})" for key, value in list(unread.items())[:5])
@@ -113,3 +121,20 @@ def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
             "running without it could give wrong text"
         )
     return config
+
+
+def _check_layers(checkpoint: Checkpoint) -> None:
+    metadata, key = checkpoint.metadata, "num_hidden_layers"
+    if checkpoint.naming == "gguf":
+        key = f"{metadata['general.architecture']}.block_count"
+    parts = metadata, metadata.get("text_config")
+    for count in (part.get(key) for part in parts if isinstance(part, dict)):
+        if isinstance(count, int | float | np.number) and count > MOST_LAYERS:
+            raise CheckpointError(
+                f"{checkpoint.source}: {key} is {short(count)}; at most {MOST_LAYERS} layers are expected"
+            )
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= LONGEST_REASON else text[: LONGEST_REASON - 3] + "..."
