@@ -69,6 +69,24 @@ GGUF = {
         | {"attention.recurrent_layers": [layer % 4 < 3 for layer in range(33)], "nextn_predict_layers": 1}
         | {"block_count": 33, "rope.dimension_sections": np.array([11, 11, 10, 0], np.int32)},
     ),
+    "LFM2 1.2B": (
+        "lfm2",
+        _gguf(16, 2048, 8192, 32, 8, 128000, 1e6, vocab_size=65536, shortconv__l_cache=3)
+        | {"attention.head_count_kv": [0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0]},
+    ),
+    "Falcon-H1 1.5B": (
+        "falcon-h1",
+        _gguf(24, 2048, 4096, 8, 2, 131072, 1e11, **_head_dim(128), vocab_size=65537)
+        | {"ssm.conv_kernel": 4, "ssm.state_size": 256, "ssm.group_count": 1, "ssm.inner_size": 3072}
+        | {"ssm.time_step_rank": 48},
+    ),
+    "Nemotron Nano 2 9B": (
+        "nemotron_h",
+        _gguf(3, 4480, 0, 40, 0, 131072, 1e4, **_head_dim(128), vocab_size=131072)
+        | {"attention.head_count_kv": [0, 8, 0], "feed_forward_length": [0, 0, 15680]}
+        | {"ssm.conv_kernel": 4, "ssm.state_size": 128, "ssm.group_count": 8, "ssm.inner_size": 10240}
+        | {"ssm.time_step_rank": 128, "rope.dimension_count": 128, "attention.layer_norm_epsilon": 1e-5},
+    ),
     "Gemma 2 9B": (
         "gemma2",
         {k: v for k, v in _gguf(42, 3584, 14336, 16, 8, 8192, 0).items() if k != "rope.freq_base"}
@@ -142,6 +160,10 @@ HUGGING_FACE = {
     | {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "num_experts": 128}
     | {"norm_topk_prob": True, "num_experts_per_tok": 8, "output_router_logits": False}
     | {"router_aux_loss_coef": 0.001},
+    "LFM2 1.2B": _config("lfm2", 16, 2048, 12288, 32, 8, 128000)
+    | {"block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_norm_eps": 1e-5, "norm_eps": 1e-5}
+    | {"conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "use_pos_enc": True, "head_dim": None}
+    | {"layer_types": ["conv", "conv", "full_attention", *["conv"] * 13]},
     "Gemma 2 9B": _config("gemma2", 42, 3584, 14336, 16, 8, 8192)
     | _GEMMA
     | {"hidden_act": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}

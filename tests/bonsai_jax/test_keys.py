@@ -20,8 +20,9 @@ def changed(checkpoint: Checkpoint, change: dict) -> Checkpoint:
 
 
 def config_of(naming: str, metadata: dict):
-    """Of metadata alone: all that is asked of the tensors is the vocabulary's size."""
+    """Of metadata alone: of the tensors only the sizes of the vocabulary and of LFM2's feed-forward are read."""
     names = ("token_embd.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
+    names += ("model.layers.0.feed_forward.w1.weight",)
     tensors = dict.fromkeys(names, types.SimpleNamespace(shape=(1000, 64)))
     return architectures.config_of(Checkpoint("file", naming, metadata, tensors))
 
