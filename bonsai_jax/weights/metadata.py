@@ -80,7 +80,7 @@ def numbers(metadata: Mapping[str, Any], key: str, count: int) -> list[float]:
     value = metadata.get(key)
     value = value.tolist() if isinstance(value, np.ndarray) else value
     if isinstance(value, list) and len(value) != count:
-        raise ValueError(f"{key} is {_short(value)}; one number or a list of {count} is expected")
+        raise ValueError(f"{key} is {short(value)}; one number or a list of {count} is expected")
     values = value if isinstance(value, list) else [value] * count
     return [float(_number({key: one}, key, None)) for one in values]
 

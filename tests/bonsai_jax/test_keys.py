@@ -20,7 +20,7 @@ def changed(checkpoint: Checkpoint, change: dict) -> Checkpoint:
 
 
 def config_of(naming: str, metadata: dict):
-    """Of metadata alone: of the tensors only the sizes of the vocabulary and of LFM2's feed-forward are read."""
+    """Of metadata alone: of the tensors, only sizes of the vocabulary and of a feed-forward are read."""
     names = ("token_embd.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
     names += ("model.layers.0.feed_forward.w1.weight",)
     tensors = dict.fromkeys(names, types.SimpleNamespace(shape=(1000, 64)))
@@ -43,7 +43,7 @@ def test_a_key_that_changes_the_result_is_read_or_refused(name):
         "final_logit_softcapping": 25.0,
         "attention.temperature_scale": 0.1,
         "attention.causal": False,
-        "rope.scaling.factor": 8.0,
+        "rope.scaling.factor": 7.5,
         "nextn_predict_layers": 1,
         "swiglu_clamp_exp": np.array([0.0, 7.0, 0.0], np.float32),
         "a_key_of_tomorrow": "x",

@@ -10,7 +10,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
-from bonsai_jax.weights.metadata import whole, windowed_layers, windowed_types
+from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
 
 MODELS = "EXAONE 4"
 TENSORS = (
@@ -34,7 +34,8 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     if not metadata.get(key) and count != LARGEST:
         return plain
     has_window = windowed_layers(metadata, f"{key}_pattern", count, PATTERN)
-    return _with_windows(plain, whole(metadata, key, WINDOW), has_window)
+    base = positive(metadata, f"{arch}.rope.freq_base_swa", plain.attention.rope.base)
+    return _with_windows(plain, whole(metadata, key, WINDOW), base, has_window)
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
@@ -48,10 +49,11 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         types = [kinds.get(pattern[i % len(pattern)]) for i in range(plain.num_layers)] if pattern else []
         metadata = {**metadata, "layer_types": metadata.get("layer_types") or types}
     has_window = windowed_types(metadata, plain.num_layers, PATTERN)
-    return _with_windows(plain, whole(metadata, "sliding_window"), has_window)
+    return _with_windows(plain, whole(metadata, "sliding_window"), plain.attention.rope.base, has_window)
 
 
-def _with_windows(plain: ModelConfig, window: int, has_window: list[bool]) -> ModelConfig:
-    windowed = dataclasses.replace(plain.attention, window=window)
+def _with_windows(plain: ModelConfig, window: int, base: float, has_window: list[bool]) -> ModelConfig:
+    rope = dataclasses.replace(plain.attention.rope, base=base)
+    windowed = dataclasses.replace(plain.attention, window=window, rope=rope)
     full = dataclasses.replace(plain.attention, rope=None)
     return plain.with_mixers(windowed if has else full for has in has_window)

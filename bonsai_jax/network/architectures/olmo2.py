@@ -9,7 +9,7 @@ from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope import Rope
-from bonsai_jax.weights.metadata import whole, windowed_layers, windowed_types
+from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
 
 MODELS = "Olmo 2 and 3"
 TENSORS = (
@@ -27,7 +27,8 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     if not metadata.get(key := f"{plain.architecture}.attention.sliding_window"):
         return plain
     has_window = windowed_layers(metadata, f"{key}_pattern", plain.num_layers, PATTERN)
-    return _with_windows(plain, whole(metadata, key), has_window)
+    base = positive(metadata, f"{plain.architecture}.rope.freq_base_swa", plain.attention.rope.base)
+    return _with_windows(plain, whole(metadata, key), base, has_window)
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
@@ -38,10 +39,10 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     if not metadata.get("sliding_window"):
         return plain
     has_window = windowed_types(metadata, plain.num_layers, PATTERN)
-    return _with_windows(plain, whole(metadata, "sliding_window"), has_window)
+    return _with_windows(plain, whole(metadata, "sliding_window"), plain.attention.rope.base, has_window)
 
 
-def _with_windows(plain: ModelConfig, window: int, has_window: list[bool]) -> ModelConfig:
+def _with_windows(plain: ModelConfig, window: int, base: float, has_window: list[bool]) -> ModelConfig:
     full = plain.attention
-    windowed = dataclasses.replace(full, window=window, rope=Rope(full.rope.base, full.rope.dim))
+    windowed = dataclasses.replace(full, window=window, rope=Rope(base, full.rope.dim))
     return plain.with_mixers(windowed if has else full for has in has_window)
