@@ -8,6 +8,17 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bonsai-jax" / "xla"
 
 
+def programs_folder() -> Path | None:
+    """Where engine/stored.py keeps programs: in the folder of jax's cache, which the user can choose; None:
+    the cache is off, or not in a file system."""
+    import jax
+
+    cache = jax.config.jax_compilation_cache_dir
+    if not cache or not jax.config.jax_enable_compilation_cache or "://" in cache:
+        return None
+    return Path(cache) / "programs"
+
+
 def use() -> None:
     """Make jax store every program in `folder()`, unless the user has set another folder
     (jax_compilation_cache_dir, JAX_COMPILATION_CACHE_DIR) or turned the cache off

@@ -50,7 +50,7 @@ def default() -> Device:
 
     Tests that act as on another device replace this function.
     """
-    used = _used()
+    used = in_use()
     if used.platform != "gpu":
         return dataclasses.replace(GPUS["sm_90"], platform=used.platform)
     platform = "sm_" + used.compute_capability.replace(".", "")
@@ -64,9 +64,17 @@ def _usable(gpu, platform: str) -> Device:
     return Device(platform, share, gpu.shared_memory_per_block_optin, whole)
 
 
-def _used() -> jax.Device:
+def in_use() -> jax.Device:
+    """The device that JAX uses now."""
     chosen = jax.config.jax_default_device  # None, a device, or a platform's name
     return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def identity() -> tuple[str, ...]:
+    """What code that is compiled for the device depends on: its kind and number, the share of it that this
+    process has, and the driver's or runtime's version."""
+    used = in_use()
+    return used.platform, used.device_kind, str(used.id), repr(default()), used.client.platform_version
 
 
 def platform() -> str:

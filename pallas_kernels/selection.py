@@ -147,8 +147,9 @@ def _our_own() -> Iterator[Candidate]:
     yield xla("reference", Sampling, rules.no_reason, f"{sampling}.reference:draw")
 
 
+_OUR_OWN = tuple(_our_own())
 # In order of preference. Changed by `register` and `unregister` alone.
-_CANDIDATES: list[Candidate] = list(_our_own())
+_CANDIDATES: list[Candidate] = list(_OUR_OWN)
 
 
 def candidates(op: type[Problem]) -> tuple[Candidate, ...]:
@@ -199,6 +200,11 @@ def unregister(candidate: Candidate) -> None:
     if candidate not in _CANDIDATES:
         raise ValueError(f"unregister: candidate {candidate.name!r} is not registered")
     _CANDIDATES.remove(candidate)
+
+
+def only_ours() -> bool:
+    """Whether nobody has registered a candidate, whose code may change without this package's."""
+    return all(candidate in _OUR_OWN for candidate in _CANDIDATES)
 
 
 def _check_call(error: str, what: str, function, arguments: str) -> None:

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class CompileClock:
-    """Records when jax traces and compiles, so that speeds of the first answer do not include it."""
+    """Records when jax traces and compiles, and when stored programs are loaded (engine/stored.py), so that
+    speeds of the first answer do not include it."""
 
     def __init__(self):
         import jax
@@ -19,7 +20,7 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **_) -> None:
-        if event.startswith("/jax/core/compile/"):
+        if event.startswith(("/jax/core/compile/", "/bonsai_jax/load_program")):
             ended = time.perf_counter()
             self.spans.append((ended - duration_secs, ended))
 

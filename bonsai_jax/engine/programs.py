@@ -1,21 +1,27 @@
-"""The programs of an engine, which can be compiled in threads before they are called."""
+"""The programs of an engine: loaded from files (stored.py), or compiled, which threads can do before they are
+called."""
 
 import concurrent.futures
-import contextlib
 import dataclasses
+import inspect
 import os
-from collections.abc import Hashable, Iterator, Sequence
+import sys
+import time
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from bonsai_jax.decoding.state import State
+from bonsai_jax.engine import stored
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 from bonsai_jax.progress import said_after
+from pallas_kernels import device
 
-compiled: set[Hashable] = set()  # programs that this process has
+MOST = 1024  # programs that a process keeps
+compiled: dict[Hashable, jax.stages.Compiled] = {}  # those that it has, the oldest first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +29,9 @@ class Call:
     """A program of rows.py, which returns a rows.Result, and its arguments after the model's parameters and
     the pool.
 
-    name   what it does, for people
+    name     what it does, for people
+    options  keyword arguments
+    flags    XLA's options for the program
     """
 
     name: str
@@ -31,12 +39,26 @@ class Call:
     arrays: Sequence[np.ndarray | None]
     static: Sequence[Any]
     options: dict[str, Any]
+    flags: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def program(self) -> Hashable:
         """The same for all calls of one program."""
-        shapes = tuple(None if a is None else a.shape for a in self.arrays)
-        return self.function, shapes, *self.static, *self.options.items()
+        return self.function, *self._made_from()
+
+    @property
+    def source(self) -> Any:
+        """What tells it from other programs in every process; None: its function is not one of a module."""
+        function = inspect.unwrap(self.function)
+        name = getattr(function, "__name__", "")
+        known: Any = getattr(sys.modules[function.__module__], name, None)
+        if inspect.unwrap(known) is not function:
+            return None
+        return function.__module__, name, *self._made_from()
+
+    def _made_from(self) -> tuple[Hashable, ...]:
+        arrays = tuple(None if a is None else (a.shape, a.dtype.str) for a in self.arrays)
+        return arrays, *self.static, *self.options.items(), *self.flags.items()
 
     def placed(self, mesh: jax.sharding.Mesh | None) -> Sequence[Any]:
         """Its arrays, where the program wants them."""
@@ -54,47 +76,68 @@ class Programs:
         self._pool = jax.eval_shape(lambda state: state, pool)
         if model.mesh is not None:
             self._pool = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), self._pool, pool)
-        self._kind = tuple((x.shape, x.dtype, x.sharding) for x in jax.tree.leaves((model.params, pool)))
+        leaves, structure = jax.tree.flatten((model.params, pool))
+        self._kind = structure, *((x.shape, x.dtype, x.sharding) for x in leaves)
         self._begun: dict[Hashable, concurrent.futures.Future[None]] = {}
-        self._called: set[Hashable] = set()
+        self._called: dict[Hashable, jax.stages.Compiled] = {}
         # Several processes must compile in the same order.
         self._threads = concurrent.futures.ThreadPoolExecutor(
             os.cpu_count() if jax.process_count() == 1 else 1, "bonsai-jax compile"
         )
 
     def compile(self, call: Call) -> concurrent.futures.Future[None]:
-        """Compile the program of a call in another thread, as XLA releases the GIL, unless this process has
-        it."""
+        """Load or compile the program of a call in another thread, as XLA releases the GIL, unless this
+        process has it."""
         if call.program not in self._begun:
-            device = jax.config.jax_default_device  # a context of this thread
+            device, settings = jax.config.jax_default_device, stored.settings()  # contexts of this thread
 
             def work() -> None:
-                if self._identity(call) in compiled:
-                    return
-                arguments = self._model.params, self._pool, *call.placed(self._model.mesh), *call.static
-                with jax.default_device(device):  # jit finds the program when it is called
-                    call.function.lower(*arguments, **call.options).compile()
-                compiled.add(self._identity(call))
+                with jax.default_device(device):
+                    # Under another context of the caller's, such as a precision, `get` compiles.
+                    if stored.settings() == settings:
+                        self._made(call)
 
             self._begun[call.program] = self._threads.submit(work)
         return self._begun[call.program]
 
-    @contextlib.contextmanager
-    def ready(self, call: Call) -> Iterator[None]:
-        """Wait for the program, if it is being compiled. The block calls it, which else compiles it. A line
-        on stderr says so if that takes more than a second."""
-        if call.program in self._called:
-            yield
-            return
-        with said_after(1.0, f"compiling {call.name}"):
-            if call.program in self._begun:
-                self._begun[call.program].result()
-            yield
-        self._called.add(call.program)
-        compiled.add(self._identity(call))
+    def get(self, call: Call) -> jax.stages.Compiled:
+        """The program of a call, to be called with its arrays: after waiting for it, if a thread compiles it,
+        or else loaded or compiled here. A line on stderr says so if that takes more than a second."""
+        program = self._called.get(call.program)
+        if program is None:
+            with said_after(1.0, f"compiling {call.name}"):
+                if call.program in self._begun:
+                    self._begun[call.program].result()
+                program = self._called[call.program] = self._made(call)
+        return program
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
-    def _identity(self, call: Call) -> Hashable:
-        return call.program, self._kind
+    def _made(self, call: Call) -> jax.stages.Compiled:
+        """The program, from this process, a file, or compiled."""
+        identity = call.program, self._kind, stored.settings()
+        if identity in compiled:
+            return compiled[identity]
+        key = None
+        if call.source is not None and jax.process_count() == 1:
+            key = stored.key(call.source, self._kind)
+        began = time.perf_counter()
+        arrays = self._model.params, self._pool, *call.placed(self._model.mesh)
+        program = None if key is None else stored.load(key, arrays, self._devices())
+        if program is None:
+            lowered = call.function.lower(*arrays, *call.static, **call.options)
+            if key is None:
+                program = lowered.compile(compiler_options=call.flags or None)
+            else:
+                program = stored.compile(key, lowered, call.flags)
+        else:
+            jax.monitoring.record_event_duration_secs(stored.LOADED, time.perf_counter() - began)
+        compiled[identity] = program
+        while len(compiled) > MOST:
+            compiled.pop(next(iter(compiled)))
+        return program
+
+    def _devices(self) -> list[jax.Device]:
+        mesh = self._model.mesh
+        return [device.in_use()] if mesh is None else list(mesh.devices.flat)

@@ -334,13 +334,4 @@ def _noted(state: State, chunk: dict[str, Any]) -> State:
 
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
-
-# XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
-# WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
-# in each dispatch: 2 to 5 ms where a step is hundreds of launches.
-LOOP_IN_GRAPH = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
-    "DYNAMIC_SLICE_FUSION,WHILE"
-}
-decode_rows = jitted.donating(decode, "pool", compiler_options=LOOP_IN_GRAPH)
-decode_rows_over_mesh = jitted.donating(decode, "pool")  # loops of several devices in graphs: not measured
+decode_rows = jitted.donating(decode, "pool")

@@ -2,7 +2,7 @@
 
     plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Dispatch
 
-On one GPU a dispatch returns at once: its loop of steps is inside a CUDA graph (rows.decode_rows). Over a
+On one GPU a dispatch returns at once: its loop of steps is inside a CUDA graph (LOOP_IN_GRAPH). Over a
 mesh it returns when its steps are nearly over, because the host decides after each step whether to go on. So
 `Engine` has one thread that dispatches plan after plan, while another plans and reads results. `generate` and
 `stream` dispatch in the thread of their caller.
@@ -35,6 +35,13 @@ from bonsai_jax.network.taps import Taps
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
+# XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
+# WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
+# in each dispatch: 2 to 5 ms where a step is hundreds of launches. Over a mesh: not measured.
+LOOP_IN_GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
+    "DYNAMIC_SLICE_FUSION,WHILE"
+}
 PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms and 2,048 in 53.8
 
 
@@ -180,9 +187,8 @@ class Runner:
             self._copy_tables(device, requests)
             part[:, 0], part[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
-        alone = self.model.mesh is None
-        function = on_device.decode_rows if alone else on_device.decode_rows_over_mesh
-        return Call(f"decode steps of batch size {rows}", function, [columns], (self.model.config,), options)
+        name, flags = f"decode steps of batch size {rows}", LOOP_IN_GRAPH if self.model.mesh is None else {}
+        return Call(name, on_device.decode_rows, [columns], (self.model.config,), options, flags)
 
     def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
@@ -212,9 +218,8 @@ class Runner:
 
         def run():
             started.set()
-            with self.programs.ready(call):
-                arguments = self.model.params, self._pool, *call.placed(self.model.mesh), *call.static
-                self._pool, *drawn = call.function(*arguments, **call.options)
+            program = self.programs.get(call)
+            self._pool, *drawn = program(self.model.params, self._pool, *call.placed(self.model.mesh))
             if jax.process_count() == 1:
                 for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()

@@ -104,6 +104,7 @@ def write(pages: Pages, new: Float[Array, "... D"], at: tuple) -> Pages:
     return jax.tree.map(lambda array, values: array.at[at].set(values, mode="drop"), pages, stored)
 
 
+@functools.cache  # each would be a trace
 def _stored(name: str, shape: tuple[int, ...]):
     """Shapes and dtypes of what is stored."""
     return jax.eval_shape(get(name).quantize, jax.ShapeDtypeStruct(shape, jnp.float32))

@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,6 +27,7 @@ HANDLERS = 16  # compiled at a time, which takes less time than one kernel
 _error = ctypes.create_string_buffer(1000)  # the message of the last compilation that failed
 
 _REGISTERING = threading.Lock()
+_kernels: dict[str, tuple[Any, Callable]] = {}  # those registered, by name: arguments of `target`
 _codes: list[Future[int]] = []
 _handlers: list[int] = []  # their addresses
 _tables: list[ctypes.Array] = []  # for each HANDLERS of them, the addresses of their codes, or 0
@@ -42,6 +44,12 @@ def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
         return _target(kernel, module)
 
 
+def called_by(program: bytes) -> list[tuple[Any, Callable]]:
+    """Arguments of `target` for each kernel whose name is in a compiled program."""
+    names = {name.decode() for name in re.findall(rb"bonsai_[0-9a-f]{16}", program)}
+    return [_kernels[name] for name in sorted(names)]
+
+
 @functools.cache
 def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
     what = repr(kernel)
@@ -53,6 +61,7 @@ def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
         address = handler(lambda: compiled.compile([name], code, path)[0])
     pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
+    _kernels[name] = kernel, module
     return name
 
 

@@ -18,6 +18,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
+from bonsai_jax.engine import stored
 from bonsai_jax.engine.loop import Loop
 from bonsai_jax.engine.scheduler import Scheduler
 from checkpoints import open_checkpoint
@@ -41,11 +42,17 @@ def prompt(length: int, seed: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
+MADE = (
+    "backend_compile_duration",
+    stored.LOADED,
+)  # events of a program that was compiled or read from a file
+
+
 @pytest.fixture(scope="module")
 def warmed():
     """An engine, and the threads that compiled for it."""
     threads = []
-    listener = lambda event, s, **_: threads.append(threading.current_thread().name * ("compile_d" in event))  # noqa: E731
+    listener = lambda event, s, **_: threads.append(threading.current_thread().name * event.endswith(MADE))  # noqa: E731
     with bj.Engine(tiny(), **SHAPE) as engine:
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:
@@ -215,26 +222,38 @@ def test_a_recurrent_state_survives_preemption_and_is_shared_at_page_borders():
         assert_all_pages_are_back(engine)
 
 
+def each_decode(engine, monkeypatch, run):
+    """Calls run(program, *arguments) in place of each decode program."""
+    programs = engine._loop.runner.programs
+    get = programs.get
+
+    def patched(call):
+        program = get(call)
+        return functools.partial(run, program) if call.function is on_device.decode_rows else program
+
+    monkeypatch.setattr(programs, "get", patched)
+
+
 def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch):
     """On GPUs of a mesh a dispatch returns when its steps are nearly over. Here it returns when the next
     plan is made; and the first ones are short, as nobody knows how long a step takes."""
-    plan, decode, planned, steps, late = Scheduler.plan, on_device.decode_rows, [], [], []
+    plan, planned, steps, late = Scheduler.plan, [], [], []
 
     def counted(self):
         planned.append(None)
         return plan(self)
 
-    def returning_late(params, pool, columns, *rest, **options):
+    def returning_late(decode, params, pool, columns):
         steps.append(int(columns[0, 1]))
         until = time.monotonic() + 60
         while len(planned) <= len(steps) and time.monotonic() < until and not late:
             time.sleep(0.001)
         late.extend([len(steps)] if len(planned) <= len(steps) else [])
-        return decode(params, pool, columns, *rest, **options)
+        return decode(params, pool, columns)
 
     engine._loop.scheduler.idle_steps = engine._loop._empty_scheduler().idle_steps  # as if it were new
     monkeypatch.setattr(Scheduler, "plan", counted)
-    monkeypatch.setattr(on_device, "decode_rows", returning_late)
+    each_decode(engine, monkeypatch, returning_late)
     ids = prompt(10, 41)
     want = alone([ids], [GREEDY])
     assert_same([engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(300).tokens], want)
@@ -251,13 +270,13 @@ def test_a_warmup_compiles_side_by_side(warmed):
 
 
 def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch):
-    decode, told, late = on_device.decode_rows, threading.Event(), []
+    told, late = threading.Event(), []
 
-    def waiting(*arguments, **options):
+    def waiting(decode, *arguments):
         late.append(not told.wait(60))
-        return decode(*arguments, **options)
+        return decode(*arguments)
 
-    monkeypatch.setattr(on_device, "decode_rows", waiting)
+    each_decode(engine, monkeypatch, waiting)
     handle = engine.submit(prompt(10, 42), GREEDY, max_new_tokens=MOST, ignore_eos=True)
     pieces = iter(handle)  # held, because a reader that leaves would cancel
     assert len(next(pieces).tokens) == 1

@@ -17,6 +17,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.answers import Reader
+from bonsai_jax.engine.programs import compiled
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.progress import said_after
 from tests.bonsai_jax.tokens import assert_same
@@ -182,7 +183,7 @@ def test_the_first_token_of_a_stream_is_there_before_steps_are_compiled(monkeypa
 
 
 def programs() -> int:
-    return on_device.prefill_rows._cache_size() + on_device.decode_rows._cache_size()
+    return len(compiled)
 
 
 def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
@@ -215,11 +216,11 @@ def test_other_numbers_and_lengths_of_prompts_run_the_same_programs():
 
 def test_decode_is_compiled_while_the_prompt_is_read():
     """Each program is compiled once, decode in a thread of its own."""
-    compiled = []
+    threads = []
 
     def listen(event, seconds, **_):
         if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(threading.current_thread().name)
+            threads.append(threading.current_thread().name)
 
     processor = lambda logits, state: logits  # noqa: E731 - no other test has it, so nothing is compiled
     how = {"max_new_tokens": 3, "sampling": GREEDY, "ignore_eos": True}
@@ -230,7 +231,7 @@ def test_decode_is_compiled_while_the_prompt_is_read():
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert sum(len(piece.tokens) for piece in pieces) == 3
-    assert sorted(name.split("_")[0] for name in compiled) == ["MainThread", "bonsai-jax compile"]
+    assert sorted(name.split("_")[0] for name in threads) == ["MainThread", "bonsai-jax compile"]
 
 
 def test_work_that_waits_for_the_last_dispatch_is_done(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.engine import runner
 from bonsai_jax.network import decoder
 from bonsai_jax.research import reading, score
 from checkpoints import synth
@@ -72,7 +73,7 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
             pool,
             columns,
             donate_argnums=1,
-            compiler_options=on_device.LOOP_IN_GRAPH | {"xla_dump_to": str(tmp_path)},
+            compiler_options=runner.LOOP_IN_GRAPH | {"xla_dump_to": str(tmp_path)},
         )
     (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
     on_host = re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE)

@@ -1,0 +1,184 @@
+"""engine/stored.py: programs in files, which the next process runs."""
+
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax.engine import programs, stored
+from pallas_kernels import selection
+from pallas_kernels.problems import Matmul
+
+ROOT = pathlib.Path(__file__).parents[2]
+HOW = {"max_new_tokens": 6, "sampling": bj.SamplingParams(seed=3), "ignore_eos": True}
+
+SCRIPT = """
+import json, sys, jax
+traced, loaded, compiled = [], [], []
+lists = {"/jax/core/compile/jaxpr_trace_duration": traced}
+lists |= {"/jax/core/compile/backend_compile_duration": compiled, "/bonsai_jax/load_program_duration": loaded}
+listen = lambda event, s, fun_name="", **_: lists.get(event, []).append(fun_name)
+jax.monitoring.register_event_duration_secs_listener(listen)
+import bonsai_jax as bj
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, page_size=16))
+how = {"max_new_tokens": 6, "sampling": bj.SamplingParams(seed=3), "ignore_eos": True}
+(output,) = bj.generate(model, [[5, 7, 9, 11]], **how)
+print(json.dumps([output.tokens, traced, compiled, len(loaded)]))
+"""
+
+
+@functools.cache
+def tiny() -> bj.Model:
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, page_size=16))
+
+
+def answer() -> list[int]:
+    return bj.generate(tiny(), [[5, 7, 9, 11]], **HOW)[0].tokens
+
+
+@pytest.fixture
+def events():
+    """Names of what happens in this process."""
+    seen = []
+    listen = lambda event, seconds, **_: seen.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of programs, and a process that has none."""
+    monkeypatch.setattr(stored, "programs_folder", lambda: tmp_path / "programs")
+    monkeypatch.setattr(programs, "compiled", {})
+    # Else XLA may have read a program from jax's cache, where another test's process has stored it.
+    monkeypatch.setitem(os.environ, "XLA_OF_THIS_TEST", str(tmp_path))
+    return tmp_path / "programs"
+
+
+def test_a_second_process_neither_traces_nor_compiles_programs(tmp_path):
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    runs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        runs.append(json.loads(done.stdout))
+    (first, traced, compiled, loaded), (second, *again) = runs
+    assert first == second and len(first) == 6
+    assert {"prefill", "decode"} <= {*traced} and loaded == 0
+    assert {"jit(prefill)", "jit(decode)"} <= {*compiled}
+    assert not {"prefill", "decode"} & {*again[0]} and again[2] == 2
+    assert not {"jit(prefill)", "jit(decode)"} & {*again[1]}
+    assert {*runs[0][1]} > {*runs[1][1]}
+
+
+def test_a_file_that_is_not_whole_or_not_the_users_own_is_made_again(folder, events, monkeypatch):
+    want = answer()
+    files = sorted(folder.iterdir())
+    assert len(files) == 2 and stored.LOADED not in events
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in files) and folder.stat().st_mode & 0o077 == 0
+
+    def again() -> tuple[int, int]:
+        """Programs loaded and compiled by another start."""
+        jax.clear_caches()  # of executables, which XLA cannot write once they have run
+        programs.compiled.clear(), events.clear()
+        assert answer() == want
+        return events.count(stored.LOADED), len(list(folder.iterdir()))
+
+    assert again() == (2, 2)
+    whole = [path.read_bytes() for path in files]
+    files[0].write_bytes(whole[0][:-1])
+    assert again() == (1, 2) and again() == (2, 2)
+    files[0].write_bytes(whole[1])  # another program's
+    assert again() == (1, 2) and again() == (2, 2)
+    files[0].chmod(0o666)
+    assert stored._read(files[0]) is None
+    files[0].chmod(0o600)
+    assert stored._read(files[0]) is not None
+    elsewhere = folder.parent / "elsewhere"
+    files[0].rename(elsewhere)
+    files[0].symlink_to(elsewhere)
+    assert stored._read(files[0]) is None
+    owner = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: owner)
+    assert stored._read(files[1]) is None
+
+
+def test_a_program_that_xla_cannot_load_is_named_and_made_again(folder, monkeypatch, capsys):
+    want = answer()
+
+    def refuse(*_, **__):
+        raise RuntimeError("another driver")
+
+    programs.compiled.clear()
+    monkeypatch.setattr(stored.serialize_executable, "deserialize_and_load", refuse)
+    assert answer() == want
+    lines = capsys.readouterr().err.splitlines()
+    lines = [line for line in lines if "compiling" not in line]
+    assert len(lines) == 2
+    assert all("cannot be loaded and is made again: another driver" in line for line in lines)
+    assert all(str(folder) in line for line in lines)
+
+
+def test_what_a_program_depends_on_is_in_its_key(monkeypatch):
+    key = lambda: stored.key("a program")  # noqa: E731
+    plain = key()
+    assert plain is not None and key() == plain != stored.key("another")
+    assert stored.key(lambda: 0) is None  # its repr is an address
+    with jax.default_matmul_precision("highest"):
+        assert key() not in (plain, None)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=2")
+    assert key() not in (plain, None)
+    monkeypatch.undo()
+    monkeypatch.setattr(stored, "_versions", lambda: ("another jax",))
+    assert key() not in (plain, None)
+    monkeypatch.undo()
+    own = dataclasses.replace(selection.get(Matmul, "reference"), name="a user's")
+    selection.register(own)
+    assert key() is None
+    selection.unregister(own)
+    assert key() == plain
+    kind = types.ModuleType("bonsai_jax.network.kinds.a_users")
+    kind.__file__ = "/elsewhere/a_users.py"
+    monkeypatch.setitem(sys.modules, kind.__name__, kind)
+    assert key() is None
+
+
+def test_the_files_used_last_are_kept(folder, monkeypatch):
+    folder.mkdir()
+    for age in range(4):
+        (folder / str(age)).write_bytes(bytes(10))
+        os.utime(folder / str(age), (1000 - age, 1000 - age))
+    monkeypatch.setattr(stored, "MOST_BYTES", 25)
+    stored._shrink(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["0", "1"]
+
+
+def test_a_program_compiled_under_another_precision_is_another(folder):
+    """The threads that compile have no contexts of the caller's: it compiles itself."""
+    answer()
+    before = len(programs.compiled)
+    with jax.default_matmul_precision("highest"):
+        answer()
+    settings = [dict(key[2])["jax_default_matmul_precision"] for key in programs.compiled]
+    assert len(programs.compiled) == 2 * before and settings.count("highest") == before
+
+
+def test_programs_over_a_mesh_are_stored(folder):
+    """One device as a mesh: its programs have shardings by name."""
+    model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, page_size=16), mesh=bj.make_mesh(1, 1))
+    first = bj.generate(model, [[5, 7, 9, 11]], **HOW)[0].tokens
+    assert len(list(folder.iterdir())) == 2
+    programs.compiled.clear()
+    np.testing.assert_array_equal(bj.generate(model, [[5, 7, 9, 11]], **HOW)[0].tokens, first)
