@@ -90,11 +90,9 @@ class _Model:
         return self.is_gemma or not self.has_pre_norms
 
     def head_norms(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Shapes of the norms of queries and of keys: of a head, of each head, or of all together."""
+        """Shapes of the norms of queries and of keys: of a head, or of all together."""
         if self.architecture == "olmo2":
             return (self.heads * self.head_dim,), (self.kv_heads * self.head_dim,)
-        if self.architecture == "command-r" and self.layers >= 64:
-            return (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
         return ((self.head_dim,),) * 2 if self.has_head_norms else None
 
     @property
@@ -169,15 +167,8 @@ MODELS = {
         "olmo2", 5, 256, 512, 4, 2, 64, 512, 2048, 5e5, False, 306, yarn=(8.0, 256), windows=_Windows(48, 4)
     ),
     "tiny-exaone4": _Model("exaone4", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
-    # llama.cpp gives windows to EXAONE 4, and norms by head to Command R, by their 64 layers.
-    "tiny-exaone4-32b": _Model(
-        "exaone4", 64, 64, 128, 2, 1, 32, 512, 2048, 1e6, False, 306, windows=_Windows(48, 4)
-    ),
     "tiny-command-r": _Model(
         "command-r", 3, 256, 512, 4, 2, 64, 512, 2048, 1e4, True, 306, norm_eps=1e-5, logit_scale=0.75
-    ),
-    "tiny-command-r-plus": _Model(
-        "command-r", 64, 64, 128, 4, 2, 16, 512, 2048, 1e4, True, 306, norm_eps=1e-5, logit_scale=0.75
     ),
     "tiny-cohere2": _Model(
         "cohere2", 5, 256, 512, 4, 2, 64, 512, 2048, 5e4, True, 306, norm_eps=1e-5, logit_scale=0.75,

@@ -165,7 +165,6 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
         ("tiny-olmo3:q8_0", "packed"),  # norms of all heads of a token
         ("tiny-bitnet:q8_0", "packed"),  # norms before the output matrices
         pytest.param("tiny-cohere2:q8_0", "packed", marks=pytest.mark.slow),  # halves in parallel
-        pytest.param("tiny-command-r-plus:f32", "packed", marks=pytest.mark.slow),  # norms by head
         pytest.param("tiny-qwen3:q8_0", "packed", marks=pytest.mark.slow),  # QK-norm: folded below
         pytest.param("tiny-llama:q8_0", "decoded", marks=pytest.mark.slow),  # float32: lists below
     ],

@@ -20,6 +20,7 @@ from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from pallas_kernels import device
 from tests.agreement import log_softmax, top_kl
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
+from tests.bonsai_jax.tiny_files import tiny_gguf
 
 # What each has in config.json beside sizes.
 HUGGING_FACE = {
@@ -36,7 +37,20 @@ HUGGING_FACE = {
     "tiny-cohere2": {"model_type": "cohere2", "logit_scale": 0.75, "sliding_window": 48},
     "tiny-apertus": {"model_type": "apertus", "hidden_act": "xielu"},
 }  # fmt: skip
-LARGE = ("tiny-exaone4-32b", "tiny-command-r-plus")  # 64 layers, without which llama.cpp has no such model
+# Of 64 layers, without which llama.cpp has no windows in EXAONE 4, and no norms by head in Command R.
+SIZES = {
+    "block_count": 64, "context_length": 2048, "embedding_length": 64, "feed_forward_length": 128,
+    "attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 16,
+    "attention.value_length": 16,
+}  # fmt: skip
+LARGE = {
+    "tiny-exaone4-32b": SIZES | {
+        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 1e6, "attention.sliding_window": 48,
+    },
+    "tiny-command-r-plus": SIZES | {
+        "attention.layer_norm_epsilon": 1e-5, "rope.freq_base": 1e4, "logit_scale": 0.75,
+    },
+}  # fmt: skip
 QUICK = [name for name in (*HUGGING_FACE, "tiny-bitnet") if name not in (*LARGE, "tiny-olmo2")]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*LARGE, "tiny-olmo2")]
 LENGTHS = (1, 63, 65, 300)  # more than three windows of 48
@@ -47,15 +61,23 @@ def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, 256, length).tolist()
 
 
+def gguf_file(name: str) -> Checkpoint:
+    if name not in LARGE:
+        return open_checkpoint(f"synth:{name}:f32")
+    drawn = dict.fromkeys(("q_head_norms", "k_head_norms"), (1.0, 0.1))
+    architecture = name.removeprefix("tiny-").removesuffix("-32b").removesuffix("-plus")
+    return tiny_gguf(architecture, LARGE[name], drawn=drawn, without=("rope_divisors",))
+
+
 @functools.cache
 def tiny(name: str) -> bj.Model:
-    return bj.load(f"synth:{name}:f32", bj.RunConfig(impl="reference", page_size=16))
+    return bj.from_checkpoint(gguf_file(name), bj.RunConfig(impl="reference", page_size=16))
 
 
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
     """Read at once, and drawn token by token."""
-    path = as_file(f"synth:{name}:f32", tmp_path / "tiny.gguf")
+    path = as_file(gguf_file(name), tmp_path / "tiny.gguf")
     model = tiny(name)
     rows = answers(path, model.tokenizer, [prompt(length) for length in LENGTHS], COUNT)
     tokens = np.zeros((len(rows), max(LENGTHS) + COUNT), np.int32)
@@ -104,7 +126,7 @@ def values(tensor) -> np.ndarray:
 
 def folder(name: str, **changes) -> Checkpoint:
     """The tiny model as a Hugging Face folder."""
-    gguf = open_checkpoint(f"synth:{name}:f32")
+    gguf = gguf_file(name)
     config, arrays = architectures.config_of(gguf), {}
     for spec in architectures.get(config.architecture).TENSORS:
         for layer in spec.layers(config):
@@ -144,7 +166,7 @@ def comparable(config: bj.ModelConfig) -> bj.ModelConfig:
 def test_a_hugging_face_folder_is_the_same_model(name):
     """The same settings, by which the same weights lie in the same arrays."""
     ours = architectures.describe(folder(name))
-    gguf = architectures.describe(open_checkpoint(f"synth:{name}:f32"))
+    gguf = architectures.describe(gguf_file(name))
     assert comparable(ours.config) == comparable(gguf.config)
     for spec, by_layer in gguf.tensors.items():
         for layer, t in by_layer.items():
@@ -162,7 +184,7 @@ def test_settings_by_layer():
     assert ropes("tiny-olmo3") == ["none", "none", "none", "yarn", "none"]
     assert ropes("tiny-cohere2") == ["none", "none", "none", None, "none"]
     assert windows("tiny-exaone4") == [None] * 3 and ropes("tiny-exaone4") == ["none"] * 3
-    config = architectures.config_of(open_checkpoint("synth:tiny-exaone4-32b:f32"))
+    config = architectures.config_of(gguf_file("tiny-exaone4-32b"))
     assert config.period == 4 and config.layers[3].mixer.rope is None and config.layers[0].mixer.window == 48
     apertus = tiny("tiny-apertus").config
     assert apertus.period == 1 and len(apertus.layers[0].channels.constants) == 3

@@ -58,9 +58,10 @@ def problems(platform: str):
         attention = config.attention
         heads[name] = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         turned[name] = None if attention.rope.dim == attention.head_dim else attention.rope.dim
-        plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
-        shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
-        for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
+        plain = [spec for spec in architectures.get(config.architecture).TENSORS if spec.plain]
+        vectors = {spec.gguf.format(layer) for spec in plain for layer in spec.layers(config)}
+        matrices = [t for t in checkpoint.tensors.values() if len(t.shape) > 1 and t.name not in vectors]
+        for shape in {t.shape[-2:] for t in matrices}:
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
