@@ -65,7 +65,9 @@ def test_keys_that_change_nothing_are_not_asked_for(name):
     neutral = {"logit_scale": 1.0, "attention.causal": True, "expert_group_count": np.uint32(1)}
     neutral |= {"embedding_scale": 0.0, "attention.temperature_scale": np.float32(0), "use_it": False}
     neutral |= {"swiglu_clamp_exp": np.zeros(3, np.float32), "rope.scale_linear": 1.0, "residual_scale": 1}
-    neutral |= dict.fromkeys(keys.HARMLESS, 5) | {"rope.freq_base_swa": 3.0}
+    neutral |= dict.fromkeys(keys.HARMLESS, 5)
+    if f"{arch}.attention.sliding_window" not in checkpoint.metadata:
+        neutral["rope.freq_base_swa"] = 3.0
     neutral = {f"{arch}.{key}": value for key, value in neutral.items()}
     neutral |= {"general.logit_scale": 3.0, "tokenizer.ggml.x": 3.0, "other.logit_scale": 3.0}
     ours = {key: value for key, value in neutral.items() if key not in checkpoint.metadata}
