@@ -1,10 +1,11 @@
 """The common form of all model files: metadata and named tensors of raw blocks."""
 
 import dataclasses
+import math
 import mmap
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -79,6 +80,68 @@ class Gathered:
     def forget(self) -> None:
         for part in self.parts:
             part.forget()
+
+
+class Stored(Protocol):
+    """What a file's tensor, or one made of several, has in common: see Tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def format(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def data(self) -> np.ndarray: ...
+    def forget(self) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some rows of a tensor in which several matrices lie one below the other, or some values of several
+    vectors in one.
+
+    name     its name, which is not in the file
+    whole    the tensor
+    repeats  its rows are so many times as many
+    runs     of each repeat the rows from start to stop: first those of one run in all repeats, then the next
+    vector   whether its last axis has the rows
+    """
+
+    name: str
+    whole: Stored
+    repeats: int
+    runs: tuple[tuple[int, int], ...]
+    vector: bool = False
+
+    @property
+    def format(self) -> str:
+        return self.whole.format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = self.repeats * sum(stop - start for start, stop in self.runs)
+        *lead, last = self.whole.shape
+        return (*lead, rows) if self.vector else (*lead[:-1], rows, last)
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [*shape[:-1], bytes of a row]"""
+        data, shape = self.whole.data, self.whole.shape
+        lead = shape[:-1] if self.vector else shape[:-2]
+        each = data.reshape(*lead, self.repeats, shape[len(lead)] // self.repeats, -1)
+        runs = [each[..., start:stop, :].reshape(*lead, -1, each.shape[-1]) for start, stop in self.runs]
+        rows = runs[0] if len(runs) == 1 else np.concatenate(runs, axis=-2)
+        return rows.reshape(*lead, -1) if self.vector else rows
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes * math.prod(self.shape) // math.prod(self.whole.shape)
+
+    def forget(self) -> None:
+        self.whole.forget()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,7 +108,8 @@ def _groups(description: Description) -> list[_Group]:
     groups = [_Group(None, 0, None, (None,), specs[None])]
     for kind in config.kinds:
         for number, group in enumerate(config.groups(kind)):
-            groups.append(_Group(kind, number, group.settings, group.layers, specs[kind]))
+            own = [spec for spec in specs[kind] if group.layers[0] in description.tensors[spec]]
+            groups.append(_Group(kind, number, group.settings, group.layers, own))
     return groups
 
 

@@ -3,18 +3,48 @@
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.weights.drawing import Drawn
-from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor
+from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, Part, RandomTensor, Tensor
 from pallas_kernels import formats
 
 # What "model." is in Hugging Face files of models that also see images.
 MULTIMODAL = ("model.language_model.", "language_model.model.")
-Source = Tensor | Gathered | Drawn
+Source = Tensor | Gathered | Part | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
+
+
+class Rows(NamedTuple):
+    """Which rows of a fused tensor are a tensor's own: the tensor is `repeats` times `size` rows, and of each
+    repeat those of each run, (start, stop), are taken (checkpoints.Part)."""
+
+    repeats: int
+    size: int
+    runs: tuple[tuple[int, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """A tensor that a file may have in place of several, whose rows lie in it.
+
+    gguf, huggingface  its name, as in Spec; None: there is none
+    rows  (the layer's settings) -> Rows; None: all are this tensor's, which only has another name
+    """
+
+    gguf: str | None
+    huggingface: str | None
+    rows: Callable[[Any], Rows] | None = None
+
+    def name(self, naming: str) -> str | None:
+        return self.gguf if naming == "gguf" else self.huggingface
+
+    def under(self, gguf: str, huggingface: str) -> "Fused":
+        """The same with prefixes on its names."""
+        names = (self.gguf and gguf + self.gguf, self.huggingface and huggingface + self.huggingface)
+        return Fused(*names, self.rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +64,7 @@ class Spec:
     optional     whether a file may lack it
     plain        whether it is a float32 array although it has two axes
     from_huggingface  makes GGUF's values of a Hugging Face file's; None: they are the same
+    fused        a tensor in which it may lie beside others
     """
 
     field: str
@@ -47,6 +78,7 @@ class Spec:
     optional: bool = False
     plain: bool = False
     from_huggingface: Callable[[Any], Any] | None = None
+    fused: Fused | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -65,8 +97,11 @@ class Spec:
         return self.joined or self.field
 
     def layers(self, config: ModelConfig) -> tuple[int | None, ...]:
-        """The layers that have it; (None,) if it belongs to no layer."""
-        return (None,) if self.kind is None else config.layers_with(self.kind)
+        """The layers that have it, those in which none of its sizes is 0; (None,) if it belongs to no
+        layer."""
+        if self.kind is None:
+            return (None,)
+        return tuple(n for n in config.layers_with(self.kind) if 0 not in self.sizes(config, n))
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
@@ -112,9 +147,11 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
         pattern = spec.name(checkpoint.naming)
         layers = () if pattern is None else spec.layers(config)
         names = {layer: str(pattern).format(layer, "*") for layer in layers}
-        if pattern is not None and pattern.count("{}") == 2:
-            for layer in layers:
-                _gather(checkpoint, tensors, pattern, layer, spec.sizes(config, layer)[0])
+        for layer in layers:
+            if whole := _part(checkpoint, tensors, spec, config, layer, names[layer]):
+                used.add(whole)
+            elif str(pattern).count("{}") == 2:
+                _gather(checkpoint, tensors, str(pattern), layer, spec.sizes(config, layer)[0])
         if spec.optional and not any(name in tensors for name in names.values()):
             names = {}
         for layer, name in names.items():
@@ -143,6 +180,28 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
 def _without_prefix(name: str) -> str:
     start = next((start for start in MULTIMODAL if name.startswith(start)), None)
     return name if start is None else name.replace(start, "model.", 1)
+
+
+def _part(
+    checkpoint: Checkpoint, tensors: dict[str, Source], spec: Spec, config: ModelConfig, layer: Any, name: str
+) -> str | None:
+    """Adds the tensor of this name where the file has a fused one in its place, whose name is returned."""
+    whole = None if spec.fused is None else spec.fused.name(checkpoint.naming)
+    whole = None if whole is None else whole.format(layer)
+    if spec.fused is None or whole not in tensors or name in tensors:
+        return None
+    if spec.fused.rows is None:
+        tensors[name] = tensors[whole]
+        return whole
+    rows, shape = spec.fused.rows(spec.settings(config, layer)), tensors[whole].shape
+    axis = -2 if spec.is_matrix else -1
+    if len(shape) < -axis or shape[axis] != rows.repeats * rows.size:
+        raise CheckpointError(
+            f"{checkpoint.source}: tensor {whole} has shape {shape}; the metadata asks for "
+            f"{rows.repeats * rows.size} rows, some of which are {name}"
+        )
+    tensors[name] = Part(name, tensors[whole], rows.repeats, rows.runs, vector=not spec.is_matrix)
+    return whole
 
 
 def _gather(checkpoint: Checkpoint, tensors: dict[str, Source], pattern: str, layer: Any, count: int) -> None:

@@ -10,20 +10,44 @@ from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 
 
 def route(
-    probabilities: Float[Array, "*batch E"], used: int, *, normalized: bool
+    probabilities: Float[Array, "*batch E"],
+    used: int,
+    *,
+    normalized: bool,
+    scale: float = 1.0,
+    bias: Float[Array, "E"] | None = None,
+    groups: int = 1,
+    groups_used: int = 1,
 ) -> tuple[Float[Array, "*batch used"], Int[Array, "*batch used"]]:
     """The experts of each token, and what the output of each is multiplied with.
 
-    weights, chosen = the `used` largest of p;  weights / sum(weights) where `normalized`
+    weights, chosen = the `used` largest of p;  scale * weights / sum(weights) where `normalized`
 
-    probabilities  floating point, of every expert
-    Returns float32 weights, the largest first, and int32 indices of experts. Of equal ones the lower index
-    comes first. A sum below 2^-14 is taken for that, as in llama.cpp.
+    probabilities  floating point, of every expert: a softmax, or a sigmoid of each logit
+    bias           added to them for the choice alone (DeepSeek-AI 2024, 2.1.2); None: nothing is
+    groups         of neighbouring experts, as many in each: a token's experts are of its `groups_used` best
+                   groups, by the sum of the two largest values of each
+    Returns float32 weights and int32 indices of experts, in the order of the choice, the largest first. Of
+    equal ones the lower index comes first. A sum below 2^-14 is taken for that, as in llama.cpp.
     """
-    weights, chosen = jax.lax.top_k(probabilities.astype(jnp.float32), used)
+    probabilities = probabilities.astype(jnp.float32)
+    scores = probabilities if bias is None else probabilities + bias
+    if groups > 1:
+        scores = _in_best_groups(scores, groups, groups_used)
+    weights, chosen = jax.lax.top_k(scores, used)
+    if scores is not probabilities:
+        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if normalized:
         weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 2.0**-14)
-    return weights, chosen.astype(jnp.int32)
+    return weights if scale == 1 else scale * weights, chosen.astype(jnp.int32)
+
+
+def _in_best_groups(scores: Float[Array, "*batch E"], groups: int, used: int) -> Float[Array, "*batch E"]:
+    """The same scores, -inf outside of the groups that are used."""
+    by_group = scores.reshape(*scores.shape[:-1], groups, -1)
+    best = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(axis=-1)
+    is_used = jax.nn.one_hot(jax.lax.top_k(best, used)[1], groups, dtype=bool).any(axis=-2)
+    return jnp.where(is_used[..., None], by_group, -jnp.inf).reshape(scores.shape)
 
 
 def experts_gated(
@@ -34,6 +58,7 @@ def experts_gated(
     layer: int | Int[Array, ""] | None = None,
     *,
     activation: Activation = SILU,
+    biases: tuple[Float[Array, "E N"], Float[Array, "E N"]] | None = None,
 ) -> Float[Array, "*batch used N"]:
     """The first half of each chosen expert's gated feed-forward (Shazeer 2020).
 
@@ -43,12 +68,16 @@ def experts_gated(
     gate, up  stacks of N x K with two leading axes, layers and experts; without layer with that of experts
     chosen    int32 [..., used]; what is no expert's index (-1, or as many as there are) stands for none
     activation  as for `gated`
+    biases    of gate and up in this layer, added to the products; None: there are none
     Returns float32, zeros where there is no expert. Matrices that nobody has chosen are not read.
     Derivatives and vmap as for `matmul`, which multiplies (groups.py).
     Raises ValueError where sizes do not fit each other.
     """
     _check("experts_gated", x, (gate, up), chosen)
-    return by_expert(x, (gate, up), chosen, layer, activation)
+    if biases is None:
+        return by_expert(x, (gate, up), chosen, layer, activation)
+    products = (by_expert(x, (w,), chosen, layer) for w in (gate, up))
+    return activation(*(y + _rows(bias, chosen) for y, bias in zip(products, biases, strict=True)))
 
 
 def experts_matmul(
@@ -57,15 +86,19 @@ def experts_matmul(
     chosen: Int[Array, "*batch used"],
     weights: Float[Array, "*batch used"],
     layer: int | Int[Array, ""] | None = None,
+    bias: Float[Array, "E N"] | None = None,
 ) -> Float[Array, "*batch N"]:
     """The second half: a product with each chosen expert's matrix, weighted and summed.
 
-    y = sum_j weights[..., j] W[layer, chosen[..., j]] x[..., j, :]
+    y = sum_j weights[..., j] (W[layer, e] x[..., j, :] + bias[e]),  e = chosen[..., j]
 
-    Arguments, derivatives and errors as for `experts_gated`. Returns float32 [..., N].
+    bias  of this layer; None: there is none
+    Other arguments, derivatives and errors as for `experts_gated`. Returns float32 [..., N].
     """
     _check("experts_matmul", x[..., 0, :], (w,), chosen)
     each = by_expert(x, (w,), chosen, layer)
+    if bias is not None:
+        each = each + _rows(bias, chosen)
     return jnp.einsum("...j,...jn->...n", weights, each, precision=jax.lax.Precision.HIGHEST)
 
 
@@ -98,6 +131,11 @@ def experts_ffn(
     stacks = gate, up, down
     y = feed_forward(x, stacks, chosen, weights, layer, activation, halves)
     return halves(x, weights, stacks, (chosen, layer)) if y is None else y
+
+
+def _rows(bias: Float[Array, "E N"], chosen: Int[Array, "*batch used"]) -> Float[Array, "*batch used N"]:
+    """The bias of each chosen expert, zeros where there is no expert."""
+    return bias.at[chosen].get(mode="fill", fill_value=0.0, wrap_negative_indices=False)
 
 
 def _check(op: str, x, weights: tuple[QTensor | LayerStack, ...], chosen) -> None:

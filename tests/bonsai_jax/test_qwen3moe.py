@@ -183,8 +183,9 @@ def test_a_step_reads_the_experts_that_it_uses():
     "key, value, says",
     [
         ("expert_used_count", 9, "9 of 8 experts are used for a token"),
-        ("expert_gating_func", 2, r"expert_gating_func is 2; supported: 1"),
-        ("expert_weights_scale", 2.5, r"expert_weights_scale is 2\.5; supported: 1\.0"),
+        ("expert_gating_func", 4, r"expert_gating_func is 4; supported: 1"),
+        ("expert_weights_scale", -2.5, r"expert_weights_scale is -2\.5; a number above 0"),
+        ("expert_group_count", 3, r"1 of 3 groups of 8 experts are used; groups must be of one size"),
         ("expert_count", None, r"qwen3moe\.expert_count is missing"),
         (
             "expert_feed_forward_length",

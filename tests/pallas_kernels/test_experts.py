@@ -104,6 +104,48 @@ def test_a_router_takes_the_likeliest_and_may_divide_by_their_sum():
         experts_gated(jnp.zeros((2, 32)), w, w, jnp.zeros((2, 1), jnp.int32))
 
 
+def test_a_router_s_bias_groups_and_scale():
+    """Beside loops in numpy: the bias chooses and does not weigh; a group counts by its two best."""
+    rng = np.random.default_rng(0)
+    p, bias = rng.random((50, 12)).astype(np.float32), rng.standard_normal(12).astype(np.float32) * 0.3
+    weights, chosen = route(p, 3, normalized=True, scale=2.5, bias=bias, groups=4, groups_used=2)
+    for token, (row, experts) in enumerate(zip(p, np.asarray(chosen), strict=True)):
+        score = row + bias
+        group = [np.sort(score[3 * g : 3 * g + 3])[-2:].sum() for g in range(4)]
+        inside = [e for g in np.argsort(group)[-2:] for e in range(3 * g, 3 * g + 3)]
+        want = sorted(inside, key=lambda e: -score[e])[:3]
+        np.testing.assert_array_equal(experts, want)
+        np.testing.assert_allclose(weights[token], 2.5 * row[want] / row[want].sum(), rtol=1e-5)
+    assert (np.asarray(chosen) != np.asarray(route(p, 3, normalized=True)[1])).any()
+
+
+def test_biases_of_experts():
+    """In both halves; a token without an expert has none of them."""
+    rng, chosen = np.random.default_rng(1), chosen_of(7, 3)
+    gate, up, down = (drawn("q8_0", (EXPERTS, 64, 64), seed) for seed in range(3))
+    x, weights = jnp.array(rng.standard_normal((7, 64))), rng.random((7, 3)).astype(np.float32)
+    biases = jnp.array(rng.standard_normal((3, EXPERTS, 64)))
+    activation = swiglu_oai()
+    made = experts_gated(
+        x, gate.blocks, up.blocks, chosen, activation=activation, biases=(biases[0], biases[1])
+    )
+    summed = experts_matmul(made, down.blocks, chosen, weights, bias=biases[2])
+    for token in range(7):
+        total = np.zeros(64)
+        for j, e in enumerate(chosen[token]):
+            hidden = np.zeros(64)
+            if 0 <= e < EXPERTS:
+                g, u = (
+                    w.dense[e].astype(np.float64) @ x[token] + b[e]
+                    for w, b in ((gate, biases[0]), (up, biases[1]))
+                )
+                g, u = np.minimum(g, 7), np.clip(u, -7, 7)
+                hidden = g / (1 + np.exp(-1.702 * g)) * (u + 1)
+                total += weights[token, j] * (down.dense[e].astype(np.float64) @ hidden + biases[2][e])
+            np.testing.assert_allclose(made[token, j], hidden, atol=1e-4)
+        np.testing.assert_allclose(summed[token], total, atol=1e-4)
+
+
 CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, multiprocessors, activation
     ("q4_k", 48, 512, 2, 1, (4, 1), 8, 132),
     ("q6_k", 64, 256, 1, 4, (4, 1), 8, 10),  # two blocks a tile, of two tiles of 16 outputs each

@@ -61,6 +61,7 @@ def tensors(
             gguf=f"blk.{{}}.{gguf}",
             huggingface=None if huggingface is None else f"model.layers.{{}}.{huggingface}",
             optional=optional,
+            fused=(fused := menu[field].fused) and fused.under("blk.{}.", "model.layers.{}."),
         )
         for field, (gguf, huggingface) in {**usual, **names}.items()
     )

@@ -3,10 +3,16 @@
     x + sum of w_e W_down,e act(W_gate,e n, W_up,e n) over the chosen experts e,  n = norm(x)
     w, chosen = route(softmax(W_router n))
 
-Over a mesh each device has some of the experts, whose part of the sum it adds. Padding chooses none.
+An architecture may set a sigmoid in place of the softmax, biases, and a shared expert that every token uses:
+
+    + s W_down act(W_gate n, W_up n),  s = 1 or sigmoid(r n)
+
+Over a mesh each device has some of the experts and a part of the shared one, whose part of the sum it adds.
+Padding chooses none.
 """
 
 import dataclasses
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +22,13 @@ from jaxtyping import Array, Float
 from bonsai_jax.network.kinds.phases import Product
 from bonsai_jax.network.kinds.place import Place, add, rounds
 from bonsai_jax.weights.placement import Runs, even_runs
-from bonsai_jax.weights.specs import Spec
+from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels import (
     LayerStack,
     experts_ffn,
     experts_gated,
     experts_matmul,
+    gated,
     matmul,
     route,
     serializable,
@@ -42,6 +49,11 @@ class Experts:
     ffn         width of the hidden vector of each
     normalized  whether the weights of those used are divided by their sum
     activation  of gate and up (pallas_kernels/activations.py)
+    gating      what makes probabilities of the router's logits: a softmax over all experts, or a sigmoid of
+                each. A softmax over those used alone is that over all, normalized
+    scale       factor on weights
+    groups, groups_used  a token's experts are of so many of so many groups (`route`)
+    shared      width of the hidden vector of the shared expert; 0: there is none
     """
 
     count: int
@@ -49,27 +61,50 @@ class Experts:
     ffn: int
     normalized: bool = True
     activation: Activation = SILU
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    scale: float = 1.0
+    groups: int = 1
+    groups_used: int = 1
+    shared: int = 0
 
     kind = "experts"
 
     def __post_init__(self):
         if not 1 <= self.used <= self.count:
             raise ValueError(f"model config: {self.used} of {self.count} experts are used for a token")
+        if self.count % self.groups or not 1 <= self.groups_used <= self.groups:
+            raise ValueError(
+                f"model config: {self.groups_used} of {self.groups} groups of {self.count} experts are used; "
+                "groups must be of one size"
+            )
+        if self.used > (room := self.count // self.groups * self.groups_used):
+            raise ValueError(f"model config: {self.used} experts are used, of groups that have {room}")
 
     def for_device(self, parts: int) -> "Experts":
         return self  # a token chooses among all of them
 
     def runs(self, axis: str, parts: int) -> Runs:
-        """Which experts each device has."""
-        return even_runs(self.count, parts)
+        """Which experts each device has, or which part of the shared one's hidden vector."""
+        return even_runs(self.shared if axis == "shared" else self.count, parts)
 
     def refuses_split(self, parts: int) -> str | None:
         """Why `parts` devices cannot share its experts, or None."""
+        if self.shared % parts:
+            return f"a shared expert of {self.shared} does not split evenly"
         return f"{self.count} experts do not split evenly" if self.count % parts else None
 
     def share_read(self, tokens: int) -> float:
         """The share of a layer's experts that so many tokens use, were all equally likely."""
         return 1 - (1 - self.used / self.count) ** tokens
+
+
+def _gate_up(index: int) -> Fused:
+    """Gate and up of all experts in one tensor, gate first."""
+
+    def rows(e: Experts) -> Rows:
+        return Rows(1, 2 * e.ffn, ((index * e.ffn, (index + 1) * e.ffn),))
+
+    return Fused("ffn_gate_up_exps.weight", "mlp.experts.gate_up_proj", rows)
 
 
 TENSORS = {
@@ -78,32 +113,79 @@ TENSORS = {
         Spec("norm", "ffn_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
         Spec("router", "ffn_gate_inp.weight", "mlp.gate.weight", ("count", "hidden")),
         Spec("gate", "ffn_gate_exps.weight", "mlp.experts.{}.gate_proj.weight", ("count", "ffn", "hidden"),
-             ("experts", None, None), half_of="up"),
+             ("experts", None, None), half_of="up", fused=_gate_up(0)),
         Spec("up", "ffn_up_exps.weight", "mlp.experts.{}.up_proj.weight", ("count", "ffn", "hidden"),
-             ("experts", None, None), half_of="gate"),
+             ("experts", None, None), half_of="gate", fused=_gate_up(1)),
         Spec("down", "ffn_down_exps.weight", "mlp.experts.{}.down_proj.weight", ("count", "hidden", "ffn"),
-             ("experts", None, None)),
+             ("experts", None, None), fused=Fused(None, "mlp.experts.down_proj")),
+        Spec("router_bias", "ffn_gate_inp.bias", "mlp.gate.bias", ("count",)),
+        Spec("choice_bias", "exp_probs_b.bias", "mlp.gate.e_score_correction_bias", ("count",)),
+        Spec("gate_bias", "ffn_gate_exps.bias", "mlp.experts.{}.gate_proj.bias", ("count", "ffn"),
+             ("experts", None), plain=True),
+        Spec("up_bias", "ffn_up_exps.bias", "mlp.experts.{}.up_proj.bias", ("count", "ffn"),
+             ("experts", None), plain=True),
+        Spec("down_bias", "ffn_down_exps.bias", "mlp.experts.{}.down_proj.bias", ("count", "hidden"),
+             ("experts", None), plain=True),
+        Spec("shared_gate", "ffn_gate_shexp.weight", "mlp.shared_expert.gate_proj.weight",
+             ("shared", "hidden"), ("shared", None), half_of="shared_up"),
+        Spec("shared_up", "ffn_up_shexp.weight", "mlp.shared_expert.up_proj.weight", ("shared", "hidden"),
+             ("shared", None), half_of="shared_gate"),
+        Spec("shared_down", "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight",
+             ("hidden", "shared"), (None, "shared")),
+        Spec("shared_router", "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", ("hidden",),
+             plain=True),
     )
 }  # fmt: skip
 
 
 @serializable
 class Weights(struct.PyTreeNode):
-    """Weights of the layers of a group; gate, up and down are stacked over experts too."""
+    """Weights of the layers of a group; gate, up and down are stacked over experts too.
+
+    router_bias  added to the router's logits
+    choice_bias  added to probabilities for the choice alone
+    gate_bias, up_bias, down_bias   of each expert's products; all three or none
+    shared_gate, shared_up, shared_down   the shared expert, which every token uses
+    shared_router  of the sigmoid by which its output is multiplied; None: it is added as it is
+    """
 
     norm: Float[Array, "L H"]
     router: LayerStack
     gate: LayerStack
     up: LayerStack
     down: LayerStack
+    router_bias: Float[Array, "L E"] | None = None
+    choice_bias: Float[Array, "L E"] | None = None
+    gate_bias: Float[Array, "L E F"] | None = None
+    up_bias: Float[Array, "L E F"] | None = None
+    down_bias: Float[Array, "L E H"] | None = None
+    shared_gate: LayerStack | None = None
+    shared_up: LayerStack | None = None
+    shared_down: LayerStack | None = None
+    shared_router: Float[Array, "L H"] | None = None
 
 
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A mixture of experts and its residual: x; no state, and the workspace as it is."""
-    w, sizes = place.weights, place.settings
+    w = place.weights
     n = place.norm(place.read(x), w.norm)
-    router = place.tapped("router", jax.nn.softmax(matmul(n, w.router, place.index), axis=-1))
-    weights, chosen = route(router, sizes.used, normalized=sizes.normalized)
+    y = _chosen_experts(place, n)
+    if w.shared_gate is not None:
+        y = _shared_expert(place, n, y)
+    return add(x, y, rounds(x, w.down), place, "mlp"), state, workspace
+
+
+def _chosen_experts(place: Place, n: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+    """What each token's experts make of it, those that this device has."""
+    w, sizes, layer = place.weights, place.settings, place.index
+    logits = matmul(n, w.router, layer)
+    logits = logits if w.router_bias is None else logits + w.router_bias[layer]
+    probabilities = jax.nn.sigmoid(logits) if sizes.gating == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+    weights, chosen = route(
+        place.tapped("router", probabilities), sizes.used, normalized=sizes.normalized, scale=sizes.scale,
+        bias=None if w.choice_bias is None else w.choice_bias[layer], groups=sizes.groups,
+        groups_used=sizes.groups_used,
+    )  # fmt: skip
     chosen = place.tapped("experts", chosen)
     weights = place.tapped("expert_weights", weights)
     own = place.positions[..., None] >= 0
@@ -112,16 +194,25 @@ def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
         chosen = chosen - jax.lax.axis_index(place.axis) * count
         own &= (chosen >= 0) & (chosen < count)
     chosen = jnp.where(own, chosen, -1)
-    gate = {"activation": sizes.activation}
-    if "hidden" in place.taps:
-        hidden = place.tapped("hidden", experts_gated(n, w.gate, w.up, chosen, place.index, **gate))
-        y = experts_matmul(hidden, w.down, chosen, weights, place.index)
-    else:
-        y = experts_ffn(n, w.gate, w.up, w.down, chosen, weights, place.index, **gate)
-    return add(x, y, rounds(x, w.down), place, "mlp"), state, workspace
+    if "hidden" not in place.taps and w.gate_bias is None:
+        return experts_ffn(n, w.gate, w.up, w.down, chosen, weights, layer, activation=sizes.activation)
+    biases = None if w.gate_bias is None else (w.gate_bias[layer], w.up_bias[layer])
+    hidden = experts_gated(n, w.gate, w.up, chosen, layer, activation=sizes.activation, biases=biases)
+    down_bias = None if w.down_bias is None else w.down_bias[layer]
+    return experts_matmul(place.tapped("hidden", hidden), w.down, chosen, weights, layer, down_bias)
 
 
-def phases(settings: Experts) -> tuple[Product, Product]:
+def _shared_expert(place: Place, n: Float[Array, "B T H"], y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
+    """y plus what the shared expert makes of each token, or this device's part of that."""
+    w, layer = place.weights, place.index
+    hidden = gated(n, w.shared_gate, w.shared_up, layer, activation=place.settings.activation)
+    if w.shared_router is not None:
+        logit = jnp.einsum("...h,h->...", n, w.shared_router[layer], precision=jax.lax.Precision.HIGHEST)
+        hidden = jax.nn.sigmoid(logit)[..., None] * hidden
+    return matmul(hidden, w.shared_down, layer, residual=y)
+
+
+def phases(settings: Experts) -> tuple[Product, ...]:
     """The parts of `block` that measure/profile.py times."""
 
     def products(place: Place, x: Float[Array, "B T H"]):
@@ -134,9 +225,15 @@ def phases(settings: Experts) -> tuple[Product, Product]:
         hidden = experts_gated(x, own.gate, own.up, chosen, place.index, **gate)
         return experts_matmul(hidden, own.down, chosen, weights, place.index)
 
+    shared = ("shared_gate", "shared_up", "shared_down")
+
+    def shared_expert(place: Place, x: Float[Array, "B T H"]):
+        return _shared_expert(place, x, jnp.zeros_like(x))
+
     return (
         Product("router", ("router",), lambda place, x: matmul(x, place.weights.router, place.index)),
         Product(
             "experts", ("gate", "up", "down"), products, share_read=settings.share_read, each=settings.used
         ),
+        *((Product("shared expert", shared, shared_expert),) if settings.shared else ()),
     )
