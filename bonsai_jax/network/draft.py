@@ -2,7 +2,7 @@
 predicts the token after the next (Qwen3.5; DeepSeek-AI 2024, section 2.2).
 
     x_i = W_join [norm(embed(token i + 1)), norm(h_i)];   h_i: what the model's head sees of token i
-    y_i = one layer of attention over x_0 .. x_i and a feed-forward
+    y_i = one layer of attention over x_0 .. x_i and a feed-forward or experts
     token i + 2 ~ head(norm(y_i));   for later tokens norm(y_i) stands for h_i + 1
 
 It shares embedding and head with the model. Its keys and values have pages of their own under the model's
@@ -16,9 +16,9 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
-from bonsai_jax.network import decoder, rope
+from bonsai_jax.network import decoder, kinds, rope
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.network.kinds import attention, mlp
+from bonsai_jax.network.kinds import attention
 from bonsai_jax.network.kinds.place import Place
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.network.params import Draft, Params
@@ -90,13 +90,13 @@ def foresee(
 ) -> tuple[Int[Array, "B count"], DraftState]:
     """The likeliest tokens after each running row's newest, one after the other, and the state."""
     norm = params.final_norm if draft.norm is None else draft.norm
-    own_norm = params.replace(final_norm=norm)
+    own_norm, channels = params.replace(final_norm=norm), config.layers[-1].channels
     h, position, drawn = _model_norm(params, state.hidden[:, None], config), cache.lengths - 1, []
     for _ in range(count):
         inside = jnp.where(running & (position < cache.capacity), position, -1)[:, None]
         x, state = _attended(params, draft, state, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
-        place = _place(params, config, config.mlp, draft.layers["mlp"][0], cache, inside)
-        y, *_ = mlp.block(x, place, None, None)
+        place = _place(params, config, channels, draft.layers[channels.kind][0], cache, inside)
+        y, *_ = kinds.get(channels.kind).block(x, place, None, None)
         tokens = decoder.unembed(own_norm, y, config)[:, 0].argmax(-1).astype(jnp.int32)
         h, position = rms_norm(y, norm, config.rms_norm_eps), position + 1
         drawn.append(tokens)

@@ -34,7 +34,7 @@ type Layers = dict[str, tuple[Any, ...]]
 class Draft(struct.PyTreeNode):
     """Weights of the draft layer (draft.py).
 
-    layers       one layer, of attention and a gated feed-forward
+    layers       one layer, of attention and what mixes channels in the model's last layer
     join         of its two inputs: hidden x 2 hidden
     embed_norm, hidden_norm   of these
     norm         of its output; None: the model's own

@@ -315,12 +315,13 @@ def with_draft(checkpoint: Checkpoint, config: ModelConfig, fold: Folding | None
 
 
 def _draft(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> Description:
-    """The draft layer, as if it were a model of one layer: attention and a gated feed-forward."""
+    """The draft layer, as if it were a model of one layer: attention and what mixes channels in the last
+    layer."""
     prefix = str(config.draft)
     own = "blk.0." if checkpoint.naming == "gguf" else prefix
     tensors = {
         name.replace(prefix, own, 1): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)
     }
-    layer = Layer(config.attention, config.mlp)
+    layer = Layer(config.attention, config.layers[-1].channels)
     alone = dataclasses.replace(config, layers=(layer,), skipped=(), draft=None)
     return describe(dataclasses.replace(checkpoint, tensors=tensors, metadata={}), specs, alone)

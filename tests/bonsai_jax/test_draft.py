@@ -199,3 +199,27 @@ def test_it_is_asked_for_and_must_be_there():
         bj.new_state(plainly, 1, 32, GREEDY, 4, speculate="mtp")
     with pytest.raises(ValueError, match=r"tiny-llama:q8_0: it has no draft layer \(MTP\); leave"):
         bj.load("synth:tiny-llama:q8_0", RUN)
+
+
+@pytest.mark.slow
+def test_a_draft_layer_with_experts():
+    """A model of one expert in each layer is the dense model, so its draft layer foresees the same."""
+    tensors, wide = {}, arrays()["output_norm.weight"].shape[0]
+    for name, a in arrays().items():
+        block, _, field = name.partition(".ffn_")
+        tensors[name.replace(".weight", "_exps.weight") if field else name] = a[None] if field else a
+        if field == "up.weight":
+            tensors[f"{block}.ffn_gate_inp.weight"] = np.ones((1, wide))
+            tensors[f"{block}.ffn_gate_inp_shexp.weight"] = np.ones(wide)
+            tensors |= {f"{block}.ffn_{one}_shexp.weight": np.zeros((32, wide)) for one in ("gate", "up")}
+            tensors[f"{block}.ffn_down_shexp.weight"] = np.zeros((wide, 32))
+    file = checkpoint(tensors)
+    keys = {"count": 1, "used_count": 1, "feed_forward_length": 512, "shared_feed_forward_length": 32}
+    metadata = {key.replace("qwen35.", "qwen35moe."): value for key, value in file.metadata.items()}
+    metadata |= {f"qwen35moe.expert_{key}": value for key, value in keys.items()}
+    metadata["general.architecture"] = "qwen35moe"
+    model = bj.from_checkpoint(dataclasses.replace(file, metadata=metadata), RUN)
+    assert model.config.layers[-1].channels.kind == "experts" and "experts" in model.params.draft.layers
+    (state, drawn, _), dense = told(model, "mtp"), told(tiny(), "mtp")
+    assert_same(np.asarray(drawn), np.asarray(dense.tokens))
+    np.testing.assert_array_equal(state.speculation.steps, dense.state.speculation.steps)

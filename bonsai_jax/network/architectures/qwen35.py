@@ -7,6 +7,7 @@ RunConfig.draft asks for it; it and what sees images are left aside else.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,33 +33,41 @@ def _decay(log: jax.Array) -> jax.Array:
     return -jnp.exp(log)
 
 
-def _from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+def from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     """With what Hugging Face files hold otherwise: norms less 1, but not that of delta heads, and log A."""
     norms = ("norm", "q_norm", "k_norm", "final_norm", "embed_norm", "hidden_norm")
     how = dict.fromkeys(norms, _plus_1) | {"decay": _decay}
     return tuple(dataclasses.replace(spec, from_huggingface=how.get(spec.field)) for spec in specs)
 
 
-_ATTENTION = tensors("attention", "norm", "q", "k", "v", "q_norm", "k_norm", "o")
-_MLP = tensors(
-    "mlp", "gate", "up", "down", norm=("post_attention_norm.weight", "post_attention_layernorm.weight")
-)
-_DELTA_NET = tensors(
+def draft_layer(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    """Specs of a draft layer with the tensors of such layers, as if it were the only one
+    (specs.Description.draft)."""
+
+    def named(name: str | None) -> str:
+        return str(name).replace("model.", "mtp.", 1)
+
+    def renamed(spec: Spec) -> Spec:
+        fused = spec.fused and dataclasses.replace(spec.fused, huggingface=named(spec.fused.huggingface))
+        return dataclasses.replace(spec, huggingface=named(spec.huggingface), fused=fused)
+
+    return from_huggingface((
+        *map(renamed, specs),
+        Spec("join", "blk.0.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
+        Spec("embed_norm", "blk.0.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
+        Spec("hidden_norm", "blk.0.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
+        Spec("norm", "blk.0.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
+    ))  # fmt: skip
+
+
+NORM = ("post_attention_norm.weight", "post_attention_layernorm.weight")  # of what mixes channels
+ATTENTION = tensors("attention", "norm", "q", "k", "v", "q_norm", "k_norm", "o")
+DELTA_NET = tensors(
     "delta_net", "norm", "qkv", "z", "alpha", "beta", "dt", "decay", "head_norm", "out", "conv_weights"
 )
-TENSORS = _from_huggingface((EMBED, *_ATTENTION, *_DELTA_NET, *_MLP, FINAL_NORM, HEAD))
-
-# The draft layer, as if it were the only one (specs.Description.draft).
-DRAFT = _from_huggingface((
-    *(
-        dataclasses.replace(spec, huggingface=str(spec.huggingface).replace("model.", "mtp.", 1))
-        for spec in (*_ATTENTION, *_MLP)
-    ),
-    Spec("join", "blk.0.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
-    Spec("embed_norm", "blk.0.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
-    Spec("hidden_norm", "blk.0.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
-    Spec("norm", "blk.0.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
-))  # fmt: skip
+MLP = tensors("mlp", "gate", "up", "down", norm=NORM)
+TENSORS = from_huggingface((EMBED, *ATTENTION, *DELTA_NET, *MLP, FINAL_NORM, HEAD))
+DRAFT = draft_layer((*ATTENTION, *MLP))
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
@@ -109,9 +118,13 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     )
 
 
+def text_part(metadata) -> dict[str, Any]:
+    """The text model's own part of the config.json of a model that sees images too."""
+    return {"model_type": metadata["model_type"], **(metadata.get("text_config") or metadata)}
+
+
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
-    # Of a model that sees images too, the text model's own part.
-    metadata = {"model_type": metadata["model_type"], **(metadata.get("text_config") or metadata)}
+    metadata = text_part(metadata)
     if metadata.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act is {metadata['hidden_act']!r}; supported: silu")
     if metadata.get("attention_bias"):
