@@ -66,6 +66,11 @@ def with_experts(
     return dataclasses.replace(config, layers=tuple(layers))
 
 
+def count(metadata: Mapping[str, Any], key: str) -> int:
+    """metadata[key], a whole number; 0 where it is absent: of layers without experts, of shared experts."""
+    return whole(metadata, key) if metadata.get(key) else 0
+
+
 def sparse_layers(metadata: Mapping[str, Any]) -> Callable[[int], bool]:
     """Which layers have experts by the keys of Qwen's Hugging Face folders, decoder_sparse_step and
     mlp_only_layers."""
