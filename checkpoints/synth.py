@@ -30,11 +30,22 @@ class _Delta:
 
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-    """Experts, in all layers, in place of the feed-forward."""
+    """Experts in place of the feed-forward, in all layers after the first `dense`.
+
+    shared       width of a shared expert; 0: there is none
+    gated        whether a sigmoid weighs the shared expert
+    choice_bias  whether there is a bias for the choice alone
+    keys         other keys of the metadata
+    """
 
     count: int
     used: int
     ffn: int
+    shared: int = 0
+    gated: bool = False
+    choice_bias: bool = False
+    dense: int = 0
+    keys: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +102,7 @@ class _Model:
 
     def head_norms(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shapes of the norms of queries and of keys: of a head, or of all together."""
-        if self.architecture == "olmo2":
+        if self.architecture in ("olmo2", "minimax-m2"):
             return (self.heads * self.head_dim,), (self.kv_heads * self.head_dim,)
         return ((self.head_dim,),) * 2 if self.has_head_norms else None
 
@@ -99,7 +110,8 @@ class _Model:
     def has_head_norms(self) -> bool:
         if self.is_gemma:
             return self.windows is not None and self.windows.head_norms
-        return self.architecture in ("qwen3", "qwen3moe", "qwen35", "exaone4", "apertus")
+        named = ("qwen3", "qwen3moe", "exaone4", "apertus", "maple")
+        return self.delta is not None or self.architecture in named
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -128,6 +140,18 @@ MODELS = {
     "qwen3-30b-a3b": _Model(
         "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, False, 151643,
         experts=_Experts(128, 8, 768),
+    ),
+    "qwen3.6-35b-a3b": _Model(
+        "qwen35moe", 40, 2048, 512, 16, 2, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
+        delta=_Delta(16, 32, 128, 64), experts=_Experts(256, 8, 512, 512, True),
+    ),
+    # Width and heads are chosen for its 20 billion parameters: no file of it was at hand.
+    "maple-20b-a1b": _Model(
+        "maple", 24, 2048, 512, 16, 4, 128, 151936, 32768, 1e6, False, 151643,
+        windows=_Windows(512, 4, 1e4, True),
+        experts=_Experts(
+            256, 8, 512, keys=(("rope.dimension_count", 64), ("swiglu_clamp_exp", [7.0] * 24))
+        ),
     ),
     "gemma3-12b": _Model(
         "gemma3", 48, 3840, 15360, 16, 8, 256, 262208, 131072, 1e6, True, 1,
@@ -178,6 +202,50 @@ MODELS = {
     "tiny-bitnet": _Model("bitnet", 3, 256, 512, 4, 2, 64, 512, 2048, 5e5, True, 306, norm_eps=1e-5),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
+    ),
+    # A shared expert with a gate.
+    "tiny-qwen2moe": _Model(
+        "qwen2moe", 2, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306,
+        experts=_Experts(8, 3, 256, 512, True),
+    ),
+    "tiny-qwen35moe": _Model(
+        "qwen35moe", 2, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
+        delta=_Delta(2, 4, 64, 16, interval=2), experts=_Experts(8, 3, 256, 256, True),
+    ),
+    # Windows with half a head's rope beside layers without one. The limit is one that activations reach.
+    "tiny-maple": _Model(
+        "maple", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306,
+        windows=_Windows(48, 2, 1e4, True),
+        experts=_Experts(8, 3, 256, keys=(("rope.dimension_count", 32), ("swiglu_clamp_exp", [0.5] * 3))),
+    ),
+    # A layer without experts, and in the others a bias for the choice and a shared expert.
+    "tiny-ernie4_5-moe": _Model(
+        "ernie4_5-moe", 2, 256, 512, 4, 2, 64, 512, 8192, 1e4, True, 306,
+        experts=_Experts(
+            8, 3, 256, 256, choice_bias=True, dense=1, keys=(("interleave_moe_layer_step", 1),)
+        ),
+    ),
+    # Sigmoids, and a draft layer that is left aside.
+    "tiny-glm4moe": _Model(
+        "glm4moe", 2, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306,
+        experts=_Experts(
+            8, 3, 256, 256, choice_bias=True, dense=1,
+            keys=(
+                ("expert_gating_func", 2), ("expert_shared_count", 1), ("expert_weights_norm", True),
+                ("expert_weights_scale", 2.5), ("rope.dimension_count", 32),
+            ),
+        ),
+    ),
+    "tiny-minimax-m2": _Model(
+        "minimax-m2", 2, 256, 256, 4, 2, 64, 512, 8192, 1e4, False, 306,
+        experts=_Experts(
+            8, 3, 256, choice_bias=True, keys=(("expert_gating_func", 2), ("rope.dimension_count", 32))
+        ),
+    ),
+    # beta and alpha in one matrix.
+    "tiny-qwen3next": _Model(
+        "qwen3next", 2, 256, 512, 4, 2, 64, 512, 8192, 1e6, True, 306,
+        delta=_Delta(2, 4, 64, 16, interval=2), experts=_Experts(8, 3, 256, 256, True),
     ),
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
@@ -253,9 +321,10 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         return name, "f32", (width,), 1.0, 0.1
 
     def feed_forward(i: int, down_format: str):
+        named_after = model.delta is not None or model.architecture == "glm4moe"
         if model.has_pre_norms and not model.is_parallel:
-            yield norm(f"blk.{i}.{'post_attention' if model.delta else 'ffn'}_norm.weight", hidden)
-        if (e := model.experts) is not None:
+            yield norm(f"blk.{i}.{'post_attention' if named_after else 'ffn'}_norm.weight", hidden)
+        if (e := model.experts) is not None and i >= e.dense:
             # Probabilities as a trained router's: the likeliest of 8 has about a third.
             yield f"blk.{i}.ffn_gate_inp.weight", "f32", (e.count, hidden), 0.0, 1 / math.sqrt(hidden)
             for name, rows, columns, format, gain in (
@@ -265,6 +334,14 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
             ):
                 _, format, shape, mean, std = linear("", rows, columns, format, gain)
                 yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
+            if e.choice_bias:
+                yield f"blk.{i}.exp_probs_b.bias", "f32", (e.count,), 0.0, 0.1
+            if e.shared:
+                yield linear(f"blk.{i}.ffn_gate_shexp.weight", e.shared, hidden)
+                yield linear(f"blk.{i}.ffn_up_shexp.weight", e.shared, hidden)
+                yield linear(f"blk.{i}.ffn_down_shexp.weight", hidden, e.shared, down_format, residual)
+            if e.gated:
+                yield f"blk.{i}.ffn_gate_inp_shexp.weight", "f32", (hidden,), 0.0, 1 / math.sqrt(hidden)
             return
         if model.architecture not in ("arcee", "apertus"):
             yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
@@ -297,7 +374,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         yield linear(f"blk.{i}.attn_q.weight", q_width * (2 if model.delta else 1), hidden)
         yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
         yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
-        if model.architecture == "qwen2":
+        if model.architecture in ("qwen2", "qwen2moe", "glm4moe"):
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
         for name, shape in zip(("attn_q_norm", "attn_k_norm"), model.head_norms() or (), strict=False):
@@ -322,8 +399,11 @@ def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: flo
     gate_format = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
     yield linear(f"{block}.attn_qkv.weight", channels, model.hidden)
     yield linear(f"{block}.attn_gate.weight", inner, model.hidden)
-    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, gate_format)
-    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, gate_format)
+    if model.architecture == "qwen3next":
+        yield linear(f"{block}.ssm_ba.weight", 2 * d.v_heads, model.hidden, gate_format)
+    else:
+        yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, gate_format)
+        yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, gate_format)
     yield f"{block}.ssm_conv1d.weight", "f32", (channels, d.conv), 0.0, 1 / math.sqrt(d.conv)
     yield f"{block}.ssm_dt.bias", "f32", (d.v_heads,), 0.0, 0.5
     yield f"{block}.ssm_a", "f32", (d.v_heads,), -0.15, 0.03
@@ -338,7 +418,7 @@ def _more_bits(i: int, layers: int) -> bool:
 
 def _metadata(name: str, model: _Model) -> dict[str, Any]:
     """The metadata of a GGUF file of this model, under llama.cpp's keys."""
-    hyperparameters = {
+    hyperparameters: dict[str, Any] = {
         "block_count": model.layers,
         "context_length": model.context,
         "embedding_length": model.hidden,
@@ -359,11 +439,16 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
             "expert_count": e.count,
             "expert_used_count": e.used,
             "expert_feed_forward_length": e.ffn,
+            **({"expert_shared_feed_forward_length": e.shared} if e.shared else {}),
+            **({"leading_dense_block_count": e.dense} if e.dense else {}),
+            **dict(e.keys),
         }
     if w := model.windows:
         hyperparameters |= {
             "attention.sliding_window": w.size,
-            "attention.sliding_window_pattern": w.pattern,
+            "attention.sliding_window_pattern": [(i + 1) % w.pattern != 0 for i in range(model.layers)]
+            if model.architecture == "maple"
+            else w.pattern,
             **({"rope.freq_base_swa": w.rope_base} if w.rope_base else {}),
         }
         keys = ("attn_logit_softcapping", "final_logit_softcapping")
@@ -375,13 +460,15 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         hyperparameters |= {
             "full_attention_interval": d.interval,
             "rope.dimension_count": d.rotated,
-            "rope.dimension_sections": np.array([*thirds, d.rotated // 2 - sum(thirds), 0], np.int32),
             "ssm.conv_kernel": d.conv,
             "ssm.state_size": d.head_dim,
             "ssm.group_count": d.k_heads,
             "ssm.time_step_rank": d.v_heads,
             "ssm.inner_size": d.v_heads * d.head_dim,
         }
+        if model.architecture != "qwen3next":  # whose rope has no sections
+            sections = [*thirds, d.rotated // 2 - sum(thirds), 0]
+            hyperparameters["rope.dimension_sections"] = np.array(sections, np.int32)
     if model.yarn:
         factor, original = model.yarn
         hyperparameters |= {

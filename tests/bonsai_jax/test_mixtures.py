@@ -1,0 +1,219 @@
+"""Architectures with experts, a tiny model each: routers, shared experts, dense layers beside those with
+experts.
+
+Against llama.cpp in F32, and from a Hugging Face folder against the GGUF file. Qwen3-MoE: test_qwen3moe.py.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax.network import architectures
+from bonsai_jax.network import params as network_params
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights.read import blocks
+from checkpoints import Checkpoint, Tensor, open_checkpoint
+from tests.agreement import log_softmax, top_kl
+from tests.bonsai_jax.test_oracle import answers, as_file
+
+LENGTHS, WRITTEN = (1, 63, 65, 300), 8
+QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
+DELTA = {
+    "shared_expert_intermediate_size": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "full_attention_interval": 2,
+}  # fmt: skip
+# Model -> what config.json says beside the sizes that all have.
+FOLDERS: dict[str, dict[str, Any]] = {
+    "tiny-qwen2moe": QWEN | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 512},
+    "tiny-qwen35moe": QWEN
+    | DELTA
+    | {
+        "model_type": "qwen3_5_moe_text",
+        "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    },
+    "tiny-maple": QWEN
+    | {
+        "model_type": "maple",
+        "nope_on_global_attention": True,
+        "sliding_window": 48,
+        "rope_theta": 1e4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "tiny-ernie4_5-moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 8,
+        "moe_k": 3,
+        "moe_intermediate_size": 256,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "rope_theta": 1e4,
+    },
+    "tiny-glm4moe": {
+        "model_type": "glm4_moe",
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 256,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "rope_theta": 1e4,
+    },
+    "tiny-minimax-m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 256,
+        "rotary_dim": 32,
+        "rope_theta": 1e4,
+    },
+    "tiny-qwen3next": QWEN | DELTA | {"model_type": "qwen3_next", "partial_rotary_factor": 0.25},
+}
+
+
+@functools.cache
+def checkpoint(name: str) -> Checkpoint:
+    """With the arrays of tensors instead of their description."""
+    file = open_checkpoint(f"synth:{name}:f32")
+    return dataclasses.replace(file, tensors={n: stored(n, array(t)) for n, t in file.tensors.items()})
+
+
+def array(t) -> np.ndarray:
+    return np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
+
+
+def stored(name: str, w: np.ndarray) -> Tensor:
+    raw = np.ascontiguousarray(w, np.float32).view(np.uint8)
+    return Tensor(name, "f32", w.shape, raw.reshape(*w.shape[:-1], -1))
+
+
+@functools.cache
+def tiny(name: str) -> bj.Model:
+    return bj.from_checkpoint(checkpoint(name), bj.RunConfig(impl="reference", page_size=16))
+
+
+def prompt(length: int) -> list[int]:
+    return np.random.default_rng(length).integers(0, 256, length).tolist()
+
+
+def logits(model: bj.Model, rows: list[list[int]]) -> list[np.ndarray]:
+    """Of all tokens of each row, by one program."""
+    tokens, lengths = np.zeros((len(rows), max(map(len, rows))), np.int32), [len(row) for row in rows]
+    for ids, row in zip(tokens, rows, strict=True):
+        ids[: len(row)] = row
+    out, _ = bj.jitted.forward(model.params, tokens, jnp.array(lengths), model.config)
+    return [np.asarray(one)[:length] for one, length in zip(out, lengths, strict=True)]
+
+
+PROMPTS = [prompt(length) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
+    """The text is greedy: of each token read after llama.cpp's own the likeliest follows."""
+    path = as_file(checkpoint(name), tmp_path / "tiny.gguf")
+    rows = answers(path, tiny(name).tokenizer, PROMPTS, WRITTEN)
+    divergences = []
+    read = logits(tiny(name), [row["prompt"] + row["tokens"] for row in rows])
+    for row, scores in zip(rows, read, strict=True):
+        top_ids, found = np.array(row["top_ids"]), scores[-WRITTEN - 1 : -1]
+        divergences.append(top_kl(top_ids, np.array(row["top_logprobs"]), log_softmax(found)))
+        np.testing.assert_array_equal(found.argmax(-1), row["tokens"])
+    print(f"{name}: KL {np.mean(divergences):.2e}")
+    assert np.mean(divergences) < 1e-6
+
+
+def folder(name: str, *, stacked: bool, **changes) -> Checkpoint:
+    """The model as transformers writes it, its experts one by one or stacked, gate and up in one."""
+    file = checkpoint(name)
+    specs = {spec.gguf: spec for spec in architectures.get(file.metadata["general.architecture"]).TENSORS}
+    specs |= {spec.fused.gguf: dataclasses.replace(spec, huggingface=spec.fused.huggingface)
+              for spec in specs.values() if spec.fused and spec.fused.gguf}  # fmt: skip
+    tensors: dict[str, np.ndarray] = {}
+    for gguf, t in file.tensors.items():
+        layer, pattern = re.search(r"\.(\d+)\.", gguf), re.sub(r"\.\d+\.", ".{}.", gguf)
+        spec, w = specs[pattern], array(t)
+        number = layer.groups() if layer else ()
+        if name == "tiny-qwen35moe":
+            w = with_grouped_heads(pattern, w)
+        if spec.from_huggingface is not None:
+            w = np.log(-w) if spec.field == "decay" else w - 1
+        w = (
+            w[:, None]
+            if spec.field == "conv_weights"
+            else w[None]
+            if spec.field in ("shared_router", "choice_bias")
+            else w
+        )
+        if spec.huggingface.count("{}") < 2:
+            tensors[spec.huggingface.format(*number)] = w
+        elif stacked and ".mlp.experts." in spec.huggingface:
+            tensors[re.sub(r"\{\}\.(\w+)\.weight", r"\1", spec.huggingface.format(*number, "{}"))] = w
+        else:
+            tensors |= {spec.huggingface.format(*number, e): one for e, one in enumerate(w)}
+    for gate in [n for n in tensors if n.endswith("experts.gate_proj")]:
+        up = tensors.pop(gate.replace("gate", "up"))
+        tensors[gate.replace("gate", "gate_up")] = np.concatenate([tensors.pop(gate), up], axis=1)
+    if name == "tiny-qwen3next":
+        tensors = with_fused_inputs(tensors)
+    config = tiny(name).config
+    metadata = {
+        "num_hidden_layers": config.num_layers, "hidden_size": config.hidden, "intermediate_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1e6,
+        "max_position_embeddings": config.context_length, "rms_norm_eps": config.rms_norm_eps,
+    }  # fmt: skip
+    tensors = {key: stored(key, w) for key, w in tensors.items()}
+    return Checkpoint("folder", "huggingface", metadata | FOLDERS[name] | changes, tensors)
+
+
+def with_grouped_heads(pattern: str, w: np.ndarray) -> np.ndarray:
+    """v heads by k heads: that of number h uses k head h % 2 in the GGUF file, h // 2 in the folder."""
+    grouped = [0, 2, 1, 3]
+    if pattern.endswith(("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")):
+        return w[grouped]
+    if pattern.endswith("attn_gate.weight"):
+        return w.reshape(4, 64, -1)[grouped].reshape(w.shape)
+    if pattern.endswith("ssm_out.weight"):
+        return w.reshape(-1, 4, 64)[:, grouped].reshape(w.shape)
+    if pattern.endswith(("attn_qkv.weight", "ssm_conv1d.weight")):
+        return np.concatenate([w[:256], w[256:].reshape(4, 64, -1)[grouped].reshape(256, -1)])
+    return w
+
+
+def with_fused_inputs(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Queries, keys, values and gates of each k head below each other."""
+    for qkv in [n for n in tensors if n.endswith("in_proj_qkv.weight")]:
+        w, z = tensors.pop(qkv), tensors.pop(qkv.replace("qkv", "z")).reshape(2, 128, -1)
+        q, k, v = w[:128].reshape(2, 64, -1), w[128:256].reshape(2, 64, -1), w[256:].reshape(2, 128, -1)
+        each = np.concatenate([q, k, v, z], axis=1)
+        tensors[qkv.replace("qkv", "qkvz")] = each.reshape(-1, w.shape[1])
+    return tensors
+
+
+def loaded(file: Checkpoint) -> bj.Model:
+    description = architectures.describe(file)
+    run = load_plans.resolve(description, bj.RunConfig(impl="reference", page_size=16))
+    plan = load_plans.planned(description, run)
+    return dataclasses.replace(tiny("tiny-qwen2moe"), params=network_params.load(plan), config=plan.config)
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_hugging_face_folder_is_the_same_model(name, monkeypatch):
+    """Experts that are stacked there become the same arrays."""
+    monkeypatch.setattr(architectures.get("maple"), "LIMIT", 0.5)  # the tiny model's
+    model, stacked = (loaded(folder(name, stacked=stacked)) for stacked in (False, True))
+    assert model.config.architecture == tiny(name).config.architecture
+    for one, other in zip(jax.tree.leaves(model.params), jax.tree.leaves(stacked.params), strict=True):
+        np.testing.assert_array_equal(one, other)
+    rows = [ids + [0] * WRITTEN for ids in PROMPTS]  # as long as those above: one program
+    for got, want in zip(logits(model, rows), logits(tiny(name), rows), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-4)
