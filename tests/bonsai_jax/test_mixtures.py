@@ -19,7 +19,7 @@ from bonsai_jax.network import architectures
 from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
-from checkpoints import Checkpoint, Tensor, open_checkpoint
+from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from tests.agreement import log_softmax, top_kl
 from tests.bonsai_jax.test_oracle import answers, as_file
 
@@ -217,3 +217,55 @@ def test_a_hugging_face_folder_is_the_same_model(name, monkeypatch):
     rows = [ids + [0] * WRITTEN for ids in PROMPTS]  # as long as those above: one program
     for got, want in zip(logits(model, rows), logits(tiny(name), rows), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-4)
+
+
+def with_tensors(file: Checkpoint, arrays: dict[str, np.ndarray], *without: str) -> Checkpoint:
+    tensors = {name: t for name, t in file.tensors.items() if name not in without}
+    return dataclasses.replace(file, tensors=tensors | {name: stored(name, w) for name, w in arrays.items()})
+
+
+def test_a_gguf_file_may_have_gate_and_up_in_one_tensor():
+    """Of experts, in some layers; rows that do not add up are an error."""
+    file, gate, up = checkpoint("tiny-qwen2moe"), "blk.1.ffn_gate_exps.weight", "blk.1.ffn_up_exps.weight"
+    both = np.concatenate([array(file.tensors[name]) for name in (gate, up)], axis=1)
+    merged = loaded(with_tensors(file, {"blk.1.ffn_gate_up_exps.weight": both}, gate, up))
+    want = loaded(file).params
+    for one, other in zip(jax.tree.leaves(merged.params), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, other)
+    short = {"blk.1.ffn_gate_up_exps.weight": both[:, :500]}
+    with pytest.raises(CheckpointError, match=r"gate_up_exps.weight has shape \(8, 500, 256\); .* 512 rows"):
+        architectures.describe(with_tensors(file, short, gate, up))
+    with pytest.raises(CheckpointError, match=r"no place for tensor blk\.1\.ffn_gate_up_exps\.weight"):
+        architectures.describe(with_tensors(file, short))
+
+
+def test_a_shared_expert_is_there_where_the_metadata_says_so():
+    file, name = checkpoint("tiny-ernie4_5-moe"), "blk.1.ffn_up_shexp.weight"
+    with pytest.raises(CheckpointError, match=rf"tensor {name} is missing"):
+        architectures.describe(with_tensors(file, {}, name))
+    without = {key: v for key, v in file.metadata.items() if "expert_shared_feed" not in key}
+    with pytest.raises(CheckpointError, match=r"no place for tensor blk\.1\.ffn_gate_shexp\.weight"):
+        architectures.describe(dataclasses.replace(file, metadata=without))
+
+
+def test_a_draft_layer_of_glm_is_left_aside():
+    file = checkpoint("tiny-glm4moe")
+    more = {"blk.2.nextn.eh_proj.weight": np.zeros((256, 512))}
+    keys = {"glm4moe.block_count": 3, "glm4moe.nextn_predict_layers": 1}
+    drafted = dataclasses.replace(with_tensors(file, more), metadata=dict(file.metadata) | keys)
+    description = architectures.describe(drafted)
+    assert description.config.num_layers == 2 and description.skipped == ("blk.2.",)
+    with pytest.raises(NotImplementedError, match=r"the draft layer of glm4moe is not supported"):
+        architectures.describe(drafted, draft=True)
+
+
+@pytest.mark.parametrize(("name", "key", "value", "says"), [
+    ("tiny-maple", "maple.swiglu_clamp_exp", [1.0, 7.0, 7.0], "swiglu_clamp_exp is .*; supported: one value"),
+    ("tiny-maple", "maple.attention.sliding_window_pattern", [True], "a list of 3 values"),
+    ("tiny-minimax-m2", "minimax-m2.expert_gating_func", 4, r"expert_gating_func is 4; supported: 1"),
+    ("tiny-glm4moe", "glm4moe.expert_shared_count", -1, "expert_shared_count is -1; a whole number"),
+])  # fmt: skip
+def test_what_the_metadata_says_wrong_is_named(name, key, value, says):
+    file = checkpoint(name)
+    with pytest.raises((CheckpointError, NotImplementedError), match=says):
+        architectures.config_of(dataclasses.replace(file, metadata=dict(file.metadata) | {key: value}))

@@ -87,6 +87,11 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
     config = _config(checkpoint, module)
     fold = folding(checkpoint)
     config = specs.with_draft(checkpoint, config, fold) if draft else config
+    if draft and not hasattr(module, "DRAFT"):
+        raise NotImplementedError(
+            f"{checkpoint.source}: the draft layer of {config.architecture} is not supported; leave draft "
+            "and 'mtp' out"
+        )
     return specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()), fold)
 
 
