@@ -11,6 +11,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import whole
 
+MODELS = "ERNIE 4.5 21B-A3B and 300B-A47B"
 TENSORS = (
     *llama.TENSORS,
     *tensors("experts", "norm", "router", "gate", "up", "down"),

@@ -13,6 +13,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import nested, positive, whole
 
+MODELS = "GLM-4.5, 4.6 and 4.7"
 NORM = ("post_attention_norm.weight", "post_attention_layernorm.weight")  # of what mixes channels
 TENSORS = (
     EMBED,

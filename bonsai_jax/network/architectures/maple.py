@@ -13,6 +13,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import flags, nested, positive, whole
 from pallas_kernels.activations import clamped_swiglu
 
+MODELS = "Maple 20B-A1B"
 TENSORS = qwen3moe.TENSORS
 LIMIT = 7.0  # of the reference's SwiGLU; its config.json does not say
 

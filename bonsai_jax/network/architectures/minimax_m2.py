@@ -12,6 +12,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import whole
 
+MODELS = "MiniMax-M2 and M2.5"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o", "q_row_norm", "k_row_norm"),

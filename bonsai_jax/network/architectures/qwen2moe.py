@@ -11,6 +11,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import whole
 
+MODELS = "Qwen1.5-MoE-A2.7B, Qwen2-57B-A14B"
 TENSORS = (
     *qwen2.TENSORS,
     *tensors("experts", "norm", "router", "gate", "up", "down"),

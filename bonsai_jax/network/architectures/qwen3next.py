@@ -12,6 +12,8 @@ from bonsai_jax.network.kinds.delta_net import DeltaNet
 from bonsai_jax.weights.metadata import positive
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 
+MODELS = "Qwen3-Next and Qwen3-Coder-Next"
+
 
 def _gates(which: int):
     """Of each k head beta of its v heads, then alpha."""
