@@ -83,13 +83,41 @@ def shown(progress: Progress, what: str) -> Iterator[Callable[..., None]]:
         yield lambda done, total, note="": progress(done, total) if progress else None
 
 
+def _print_line(text: str | None) -> None:
+    if text is not None:
+        print(f"bonsai-jax: {text}", file=sys.stderr, flush=True)
+
+
+_show: Callable[[str | None], None] = _print_line  # as sys.stderr: one for the process, see `lines_shown_by`
+
+
 @contextlib.contextmanager
-def said_after(seconds: float, what: str) -> Iterator[None]:
-    """Print a line to stderr if the block takes longer than this."""
-    timer = threading.Timer(seconds, lambda: print(f"bonsai-jax: {what} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
+def lines_shown_by(show: Callable[[str | None], None]) -> Iterator[None]:
+    """While the block runs, `said_after` calls show(text) instead of printing a line to stderr, and
+    show(None) when its work is done. For a program that draws on the terminal itself. Any thread may call
+    it."""
+    global _show
+    before, _show = _show, show
     try:
         yield
     finally:
-        timer.cancel()
+        _show = before
+
+
+@contextlib.contextmanager
+def said_after(seconds: float, what: str) -> Iterator[None]:
+    """Print a line to stderr if the block takes longer than this (see `lines_shown_by`)."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(seconds):
+            show = _show
+            show(f"{what} ...")
+            done.wait()
+            show(None)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()

@@ -18,7 +18,7 @@ from bonsai_jax.cli.chat.commands import Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
-from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
+from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, complaints, run, tiny
 
 
 @functools.cache
@@ -339,7 +339,7 @@ def test_the_status_says_how_an_answer_ended():
     conversation.interrupt()
     list(pieces)
     conversation.resume()
-    assert commands.status(conversation).startswith("stopped; the conversation stays as it was, 0 tokens")
+    assert commands.status(conversation) == "stopped; the conversation stays as it was"
 
 
 @pytest.mark.parametrize(("free_mb", "least", "most"), [(10_000, 8192, 8192), (60, 64, 8000), (1, 64, 64)])
@@ -415,7 +415,8 @@ def test_a_reader_that_has_enough_ends_the_chat():
     done = subprocess.run(
         ["bash", "-c", script], input=b"Hi\n" * 20, capture_output=True, cwd=ROOT, timeout=120
     )
-    assert done.returncode == 0 and done.stderr == b""  # one error for each message, if the chat went on
+    assert done.returncode == 0
+    assert not complaints(done.stderr.decode())  # one error for each message, if the chat went on
 
 
 def test_an_engine_that_fails_leaves_the_conversation(monkeypatch, capsys):

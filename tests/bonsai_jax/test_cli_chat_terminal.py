@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import time
 
 import pyte
 import pytest
@@ -10,93 +11,144 @@ from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
 from bonsai_jax.cli.chat import render, terminal
+from bonsai_jax.cli.chat.notes import Notes
+from bonsai_jax.progress import lines_shown_by, said_after
 from tests.bonsai_jax.command_line import TINY
-from tests.bonsai_jax.pseudo_terminal import ALT_ENTER, CTRL_C, CTRL_D, UP, Terminal
+from tests.bonsai_jax.pseudo_terminal import ALT_ENTER, CTRL_C, CTRL_D, CTRL_L, CTRL_U, UP, Terminal, Tmux
 
-AT_PROMPT = r"^> a message, or /help$"
+AT_PROMPT = r"^> a message, or /help\Z"
 
 
 def talk(path, turns):
     """A conversation in a file."""
     said = [("user", "What do trees know of time? " * 8), ("assistant", "More than the wind. " * 8)] * turns
     path.write_text(json.dumps([{"role": role, "content": text} for role, text in said]))
-    return path
 
 
 def messages(path):
     return [message["content"] for message in json.loads(path.read_text())["messages"]]
 
 
-@pytest.mark.slow  # it leans on timing: not for a machine that is busy with other tests
-def test_a_chat_in_a_terminal(tmp_path):
+def clear(window):
+    """An empty screen, so that what a test waits for is not an older line."""
+    window.wait(AT_PROMPT)
+    window.type(CTRL_L)
+    window.wait(r"\A" + AT_PROMPT)
+
+
+def send(window, text, expected):
+    """Type a line at an empty screen and wait for what it shows."""
+    clear(window)
+    window.type(f"{text}\r")
+    window.wait(expected)
+
+
+@pytest.mark.parametrize("kind", [Terminal, pytest.param(Tmux, marks=pytest.mark.slow)])
+def test_a_chat_in_a_terminal(kind, tmp_path):
     """One process for all of it, because starting takes most of the time."""
-    long, too_long = talk(tmp_path / "long.json", 5), talk(tmp_path / "too_long.json", 12)
-    with Terminal(
-        "chat", "-m", TINY, "--ignore-eos", "-n", 8, "-c", 2048, XDG_STATE_HOME=str(tmp_path)
+    talk(tmp_path / "long.json", 5), talk(tmp_path / "too_long.json", 12)
+    flags = ("--ignore-eos", "--temp", 0, "-n", 8, "-c", 2048)
+    with kind(
+        "chat", "-m", TINY, *flags, folder=tmp_path, pauses=True, XDG_STATE_HOME=str(tmp_path)
     ) as window:
         window.wait(AT_PROMPT)
         assert "tiny-llama:q8_0, context 2,048; /help lists the commands" in window.text
-
-        # Pasted lines are one message; Alt+Enter and a backslash begin a new line.
-        window.paste("one\ntwo\nthree")
-        window.wait(r"^> one\n  two\n  three$")
-        window.type("\r")
-        window.wait(r"^cut off by max_new_tokens, .*8 tokens, context \d+ of 2,048$")
-        window.wait(AT_PROMPT)
-        window.type(f"four{ALT_ENTER}five\\\rsix\r")
-        window.wait(r"^> four\n  five\n  six\n(.*\n)+cut off")
-        window.wait(AT_PROMPT)
-        window.type(f"/save {tmp_path / 'pasted.json'}\r")
-        window.wait(r"4\s+messages")
-        said = messages(tmp_path / "pasted.json")
-        assert said[0::2] == ["one\ntwo\nthree", "four\nfive\nsix"]
-
-        # Ctrl-C while the prompt is read.
-        window.type(f"/load {long}\r/set max_new_tokens -1\r")
-        window.wait("^max_new_tokens -1$")
-        window.type("Hi\r")
-        window.wait(r"^reading \d,\d+ tokens")
-        window.type(CTRL_C)
-        window.wait(r"^stopped; the conversation stays as it was, \d tokens?")
-
-        # Ctrl-C in the middle of an answer, after the window has become narrower. What came stays.
-        window.wait(AT_PROMPT)
-        window.type("/reset\rHi\r")
-        window.wait(r"^a new conversation\n> Hi\n.*\S.*\n(.*\n)?.*\S")
-        window.resize(50)
-        window.type(CTRL_C)
-        window.wait(r"^stopped, .*[\d,]+ tokens?, context")
-        window.wait(AT_PROMPT)
-        window.type(f"/save {tmp_path / 'stopped.json'}\r")
-        window.wait(r"2\s+messages")
-        question, answer = messages(tmp_path / "stopped.json")
-        assert question == "Hi" and len(answer) > 0
-
-        # A full context drops the oldest turns.
-        window.type(f"/load {too_long}\r/set max_new_tokens 4\rAnd now?\r")
-        window.wait(r"^\(the context is full: the model no longer")
-        window.wait(r"^cut off by max_new_tokens, .*4 tokens,\n")
-
-        # A message is changed and sent again.
-        window.wait(AT_PROMPT)
-        window.type("/edit\r")
-        window.wait("^> /edit\n> And now[?]$")  # not where it was typed
-        window.type("\x15And then?\r")  # Ctrl-U deletes the line
-        window.wait(r"^> And then\?\n(.*\n)+cut off")
-        window.type(f"/save {tmp_path / 'edited.json'}\r")
-        window.wait(r"26\s+messages")
-        assert messages(tmp_path / "edited.json")[24] == "And then?"
-
-        # Ctrl-C at the prompt: first it clears what is typed.
-        window.wait(AT_PROMPT)
-        window.type("never sent")
-        window.wait("^> never sent")
-        window.type(CTRL_C)
-        window.wait(AT_PROMPT)
-        window.type(CTRL_C)
-        window.wait(rf"^\(Ctrl-C again, .*\n{AT_PROMPT[1:]}")
-        window.type(CTRL_C)
+        pasted_lines_are_one_message(window)
+        ctrl_c_while_the_prompt_is_read(window)
+        messages_typed_during_an_answer_come_next(window)
+        ctrl_c_in_an_answer_in_a_narrower_window(window)
+        a_full_context_drops_the_oldest_turns(window)
+        a_message_is_changed_and_sent_again(window)
+        earlier_messages_come_back_with_the_arrow_key(window)
+        ctrl_c_at_the_prompt(window)
         assert window.exit_status() == 0 and "Traceback" not in window.text
+
+
+def pasted_lines_are_one_message(window):
+    clear(window)
+    window.paste("one\ntwo\nthree")
+    window.wait(r"\A> one\n  two\n  three\Z")
+    window.type("\r")
+    window.wait(r"^cut off by max_new_tokens, .*8 tokens, context \d+ of 2,048$")
+    # Alt+Enter and a backslash begin a new line.
+    send(window, f"four{ALT_ENTER}five\\\rsix", r"\A> four\n  five\n  six\n(.*\n)+cut off")
+    send(window, "/save pasted.json", "^pasted.json: 4 messages$")
+    said = messages(window.folder / "pasted.json")
+    assert said[0::2] == ["one\ntwo\nthree", "four\nfive\nsix"]
+
+
+def ctrl_c_while_the_prompt_is_read(window):
+    send(window, "/load long.json", "^long.json: 10 messages$")
+    window.pause(tokens=0)
+    send(window, "Hi", r"\A> Hi\nreading \d,\d+ tokens \.\.\.\Z")
+    window.type(CTRL_C)
+    window.wait(r"\A> Hi\nstopped; the conversation stays as it was\n\n> ")
+    window.go_on()
+    send(window, "/save read.json", "^read.json: 10 messages$")
+
+
+def messages_typed_during_an_answer_come_next(window):
+    window.pause(tokens=0)
+    send(window, "seven", r"\A> seven\nreading \d,\d+ tokens \.\.\.\Z")
+    window.type("/tokens\reight")
+    window.go_on()
+    window.wait(r"^cut off by max_new_tokens, .*\n\n> /tokens\n.* tokens are used, .*\n> eight\Z")
+    window.type(CTRL_C)
+
+
+def ctrl_c_in_an_answer_in_a_narrower_window(window):
+    """The text so far stays."""
+    send(window, "/reset", "^a new conversation$")
+    send(window, "/set max_new_tokens -1", "^max_new_tokens -1$")
+    window.pause(tokens=40)
+    send(window, "Hi", r"\A> Hi\n.*\S")
+    window.resize(50)
+    window.type(CTRL_C)
+    window.wait(r"^stopped, .*\d\s+tokens,\s+context")
+    window.go_on()
+    send(window, "/save stopped.json", "^stopped.json: 2 messages$")
+    question, answer = messages(window.folder / "stopped.json")
+    assert question == "Hi" and len(answer) > 0
+    window.resize(80)
+
+
+def a_full_context_drops_the_oldest_turns(window):
+    send(window, "/load too_long.json", "^too_long.json: 24 messages$")
+    send(window, "/set max_new_tokens 4", "^max_new_tokens 4$")
+    send(
+        window,
+        "And now?",
+        r"\A> And now\?\n\(the context is full: the model no longer (.*\n)+cut off .*4 tokens,",
+    )
+
+
+def a_message_is_changed_and_sent_again(window):
+    send(window, "/edit", r"\A> /edit\n> And now\?\Z")
+    window.type(f"{CTRL_U}And then?\r")
+    window.wait(r"^> And then\?\n(.*\n)+cut off")
+    send(window, "/save edited.json", "^edited.json: 26 messages$")
+    assert messages(window.folder / "edited.json")[24] == "And then?"
+
+
+def earlier_messages_come_back_with_the_arrow_key(window):
+    clear(window)
+    window.type(UP)
+    window.wait(r"\A> /save edited.json\Z")
+    window.type(UP)
+    window.wait(r"\A> And then\?\Z")
+    window.type(CTRL_C)
+
+
+def ctrl_c_at_the_prompt(window):
+    """It clears what is typed, then leaves when it is pressed twice."""
+    clear(window)
+    window.type("never sent")
+    window.wait(r"\A> never sent\Z")
+    window.type(CTRL_C)
+    window.wait(r"\A" + AT_PROMPT)
+    window.type(CTRL_C)
+    window.wait(r"^\(Ctrl-C again, .*\n> a message, or /help\Z")
+    window.type(CTRL_C)
 
 
 def test_the_next_run_has_the_messages_of_the_last(tmp_path):
@@ -265,6 +317,35 @@ def test_only_what_changes_is_written_again(at_once):
     window.lines  # noqa: B018 - reads the output
     window.add(" grows")
     assert "first" not in window.output.getvalue() and "grows" in window.output.getvalue()
+
+
+def test_what_the_program_does_is_a_line_below_the_answer(at_once):
+    window, notes = Window(30, 4), Notes()
+    notes.show("compiling decode of 1 row ...")  # at the prompt it is not shown
+    window.screen.wait("reading 12 tokens ...")
+    with notes.below(window.screen):
+        assert window.lines == ["reading 12 tokens ...", "compiling decode of 1 row ..."]
+        window.add("one two three four five\n" * 4)
+        assert window.lines == ["one two three four five"] * 2 + ["compiling decode of 1 row ..."]
+        notes.show(None)
+        assert window.lines == ["one two three four five"] * 3
+        notes.show("compiling something with a name that is too long ...")
+        assert window.lines[-1] == "compiling something with a na…"
+    window.screen.end()
+    notes.show("compiling decode of 2 rows ...")
+    assert window.lines == ["one two three four five"] * 3
+
+
+def test_a_chat_shows_what_is_compiled(at_once):
+    window, notes = Window(), Notes()
+    with lines_shown_by(notes.show), notes.below(window.screen):
+        with said_after(0.01, "compiling decode"):
+            while window.screen.region.note == []:
+                time.sleep(0.01)
+            assert window.lines == ["compiling decode ..."]
+        while window.screen.region.note:
+            time.sleep(0.01)
+    assert window.lines == [""]
 
 
 def test_no_answer_leaves_no_line():

@@ -4,8 +4,9 @@
     commands.py      the /commands
     terminal.py      what is typed
     render.py        answers as they come
+    notes.py         what the program is doing meanwhile
 
-The last two are imported when a chat begins.
+terminal.py and render.py are imported when a chat begins.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from bonsai_jax.cli.chat import commands
 from bonsai_jax.cli.chat.commands import Outcome, Session
 from bonsai_jax.cli.chat.conversation import Conversation, OnFull
 from bonsai_jax.cli.spread import spread
-from bonsai_jax.progress import notice
+from bonsai_jax.progress import lines_shown_by, notice
 
 if TYPE_CHECKING:
     from bonsai_jax import Engine, RunConfig
@@ -106,8 +107,10 @@ def command(
             ignore_eos=answers.ignore_eos,
             on_full=on_full,
         )
+        session = Session(conversation, open_engine)
         try:
-            talk(Session(conversation, open_engine), typed=typed, plain=plain)
+            with lines_shown_by(session.notes.show) if typed else contextlib.nullcontext():
+                talk(session, typed=typed, plain=plain)
         finally:
             if not typed:
                 _close(engines)
@@ -210,7 +213,7 @@ def respond(session: Session, line: str, *, replaces: bool = False, typed: bool,
     if outcome.ask is not None and outcome.ask.strip():
         try:
             how = {"replaces": outcome.replaces, "retry": outcome.retry}
-            answer(session.conversation, outcome.ask, **how, typed=typed, plain=plain)
+            answer(session, outcome.ask, **how, typed=typed, plain=plain)
         except ValueError as error:
             say(f"error: {errors.one_line(error, ())}")
         except RuntimeError as error:  # the engine failed; the conversation can still be saved
@@ -229,7 +232,7 @@ def piped() -> Iterator[str]:
 
 
 def answer(
-    conversation: Conversation,
+    session: Session,
     text: str,
     *,
     replaces: bool = False,
@@ -243,7 +246,8 @@ def answer(
     """
     from bonsai_jax.cli.chat import render
 
-    before, dropped, first = conversation.depth, conversation.dropped, conversation.figures is None
+    conversation = session.conversation
+    dropped, first = conversation.dropped, conversation.figures is None
     output = render.output(plain=plain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopped_by_interrupt(conversation))
@@ -254,12 +258,12 @@ def answer(
         if conversation.dropped > dropped:
             count = conversation.dropped - dropped
             say(f"(the context is full: the model no longer sees the oldest {count} messages)")
-        unread = max(1, figures.prompt_tokens - before)
-        if typed and (first or unread > 200):
-            output.wait(f"reading {unread:,} tokens ..." + " (the first answer waits for compiling)" * first)
+        if typed and (first or conversation.unread > 200):
+            output.wait(f"reading {conversation.unread:,} tokens ...")
         try:
-            for piece in pieces:
-                output.add(piece.text, conversation.thinks)
+            with session.notes.below(output):
+                for piece in pieces:
+                    output.add(piece.text, conversation.thinks)
         finally:
             output.end()
     if typed:

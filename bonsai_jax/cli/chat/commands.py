@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from bonsai_jax.cli import aliases
 from bonsai_jax.cli.chat.conversation import Conversation
+from bonsai_jax.cli.chat.notes import Notes
 from bonsai_jax.cli.figures import summary
 
 if TYPE_CHECKING:
@@ -38,12 +39,14 @@ class Session:
     open_engine  opens another model by its name, and closes the one before
     file         where the conversation was saved or loaded
     retries      how often the last message has been answered again
+    notes        what the program is doing while an answer comes
     """
 
     conversation: Conversation
     open_engine: Callable[[str], "Engine"]
     file: Path | None = None
     retries: int = 0
+    notes: Notes = dataclasses.field(default_factory=Notes)
 
     def obey(self, line: str) -> Outcome:
         """Carry out a line that begins with a slash. Raises ValueError or OSError if that cannot be done."""
@@ -214,7 +217,7 @@ def _quit(session: Session, _: str) -> Outcome:
 
 
 class Command(NamedTuple):
-    """A command by its names, the first of which is ours; the others are those of other programs."""
+    """A command. `names[0]` is the one that /help shows; the others are what other programs call it."""
 
     names: tuple[str, ...]
     argument: str
@@ -271,7 +274,9 @@ def status(conversation: Conversation) -> str:
     assert figures is not None
     parts = []
     if figures.finish_reason == "cancelled":
-        parts.append("stopped" if figures.text else "stopped; the conversation stays as it was")
+        if not figures.text:
+            return "stopped; the conversation stays as it was"
+        parts.append("stopped")
     elif figures.finish_reason == "length":
         parts.append(
             "the context is full"

@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import itertools
 import json
 from collections.abc import Generator
 from pathlib import Path
@@ -34,6 +35,7 @@ class Conversation:
     think     the chat template's enable_thinking; None: the template's default
     figures   those of the last answer
     reused    tokens of the last prompt that were already in the cache
+    unread    tokens of the last prompt that the prompt and answer before do not begin with
     thinks    whether the last answer begins within a thought
     """
 
@@ -49,10 +51,12 @@ class Conversation:
     dropped: int = 0
     figures: Figures | None = None
     reused: int = 0
+    unread: int = 0
     thinks: bool = False
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
     _handle: "Handle | None" = None  # of the answer that is being written, or of `warm_up`
     _interrupted: bool = False
+    _read: list[int] = dataclasses.field(default_factory=list)  # the last prompt and its answer
 
     @property
     def context(self) -> int:
@@ -88,18 +92,22 @@ class Conversation:
         speculates = self.engine.options.speculate is not None
         self.figures = Figures(len(ids), self.clock, speculates=speculates)
         self.reused, self.thinks = 0, thoughts.begun(self.engine.model.tokenizer, ids)
-        return self._pieces(handle, self.figures, messages)
+        self.unread = len(ids) - sum(1 for _ in itertools.takewhile(same, zip(ids, self._read, strict=False)))
+        return self._pieces(handle, self.figures, ids, messages)
 
-    def _pieces(self, handle: "Handle", figures: Figures, messages: list[Message]) -> Generator["Piece"]:
-        prompt_tokens = figures.prompt_tokens
+    def _pieces(
+        self, handle: "Handle", figures: Figures, ids: list[int], messages: list[Message]
+    ) -> Generator["Piece"]:
         try:
             for piece in figures.watch(handle):
                 self.reused += piece.cached_tokens
-                figures.prompt_tokens = prompt_tokens - self.reused
+                figures.prompt_tokens = len(ids) - self.reused
                 yield piece
         finally:
             stopped = not handle.done or figures.finish_reason == "cancelled"
             self._cancel()
+            if figures.tokens:
+                self._read = [*ids, *figures.tokens]
             if figures.text or not stopped:
                 self.messages = [*messages, {"role": "assistant", "content": figures.text}]
 
@@ -127,7 +135,7 @@ class Conversation:
         return self.engine.model.tokenizer.encode_chat([*first, *messages], **variables)
 
     def prompt(self, messages: list[Message]) -> Prompt:
-        """What the model reads of these messages, the last of which is the user's.
+        """The prompt for these messages. The last one is the user's.
 
         A quarter of the context, or max_new_tokens if that is less, stays free for the answer. If the context
         is full, the oldest turns are dropped until half of it is free: then the next turns find the rest in
@@ -182,6 +190,7 @@ class Conversation:
         return self.messages[self._last()]["content"]
 
     def _last(self) -> int:
+        """The index of the user's last message. Raises ValueError if there is none."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "user":
                 return at
@@ -191,7 +200,7 @@ class Conversation:
         """Go on with another model."""
         if engine is self.engine:
             return
-        self.engine, self.dropped, self.figures, self._handle = engine, 0, None, None
+        self.engine, self.dropped, self.figures, self._handle, self._read = engine, 0, None, None, []
 
     def save(self, path: Path) -> None:
         """Write the conversation as JSON: the model's name, and all messages as OpenAI's API has them."""
@@ -211,6 +220,10 @@ class Conversation:
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
+
+
+def same(pair: tuple[int, int]) -> bool:
+    return pair[0] == pair[1]
 
 
 def read_messages(path: Path) -> list[Message]:

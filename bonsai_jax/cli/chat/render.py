@@ -10,6 +10,7 @@ of a list.
 import itertools
 import re
 import sys
+import threading
 import time
 from typing import NamedTuple
 
@@ -34,14 +35,45 @@ TRAILING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")
 
 
 class Region:
-    """The lines at the end of a terminal that are drawn again and again."""
+    """The lines at the end of a terminal that are drawn again and again.
+
+    content  what `draw` was given last
+    note     a line below it about the program
+    lines    what the terminal shows: the end of the two that fits the window
+    """
 
     def __init__(self, console: Console):
         self.console = console
+        self.content: list[str] = []
+        self.note: list[str] = []
         self.lines: list[str] = []
 
     def draw(self, lines: list[str]) -> None:
-        """Replace the lines drawn before; those at the beginning that are the same stay untouched."""
+        """Replace the lines drawn before."""
+        self.content = lines
+        # A line above the top of the window could not be drawn again.
+        self._show([*lines, *self.note][1 - self.console.height :])
+
+    def write_below(self, text: str | None) -> None:
+        """Set the note; None: remove it."""
+        self.note = [] if text is None else [self.one_line(text)]
+        self.draw(self.content)
+
+    def finish(self, lines: list[str]) -> None:
+        """Replace the lines by these, which stay."""
+        self._show(lines)
+        if self.lines:
+            self._write("\n")
+        self.content, self.lines = [], []
+
+    def one_line(self, text: str) -> str:
+        """A dim line, cut at the window's edge."""
+        with self.console.capture() as capture:
+            self.console.print(Text(text, Style(dim=True)), end="", no_wrap=True, overflow="ellipsis")
+        return capture.get()
+
+    def _show(self, lines: list[str]) -> None:
+        """Lines at the beginning that are the same stay untouched."""
         if lines == self.lines:
             return
         same, most = 0, min(len(lines), len(self.lines)) - 1
@@ -52,13 +84,6 @@ class Region:
         move = f"\r\x1b[{up}A" if up > 0 else "\r"
         self._write(f"{move}\x1b[J" + "\n".join(lines[same:]))
         self.lines = list(lines)
-
-    def finish(self, lines: list[str]) -> None:
-        """Replace the lines by these, which stay."""
-        self.draw(lines)
-        if self.lines:
-            self._write("\n")
-        self.lines = []
 
     def _height(self, line: str) -> int:
         """Rows of the window that a line takes."""
@@ -143,8 +168,7 @@ class Passage:
         starts = self._starts()
         self._finish(starts)
         current = self._lines(self._text, starts[-1]) if starts else []
-        # What is higher than the window cannot be drawn again: its end is shown until it is finished.
-        self.region.draw(current[1 - self.region.console.height :])
+        self.region.draw(current)
         took = time.perf_counter() - began
         self._draw_at = began + max(DRAW_EVERY_S, took / DRAW_SHARE)
 
@@ -188,37 +212,47 @@ class Passage:
 
 
 class Screen:
-    """An answer on a terminal.
+    """An answer on a terminal. Safe to call from several threads.
 
-    thinks    whether it begins within a thought
     markdown  whether the answer is rendered
     """
 
     def __init__(self, *, markdown: bool):
         self.region = Region(Console(file=sys.stdout, highlight=False))
         self.markdown = markdown
+        self._lock = threading.Lock()
         self._splitter: thoughts.Splitter | None = None
         self._passage: Passage | None = None
         self._thought = False
 
     def wait(self, text: str) -> None:
-        """A line that stands there until the answer comes."""
-        with self.region.console.capture() as capture:
-            self.region.console.print(Text(text, Style(dim=True)), end="", no_wrap=True, overflow="ellipsis")
-        self.region.draw([capture.get()])
+        """A line that is shown until the answer comes."""
+        with self._lock:
+            self.region.draw([self.region.one_line(text)])
+
+    def note(self, text: str | None) -> None:
+        """A line below the answer so far, about the program; None: remove it."""
+        with self._lock:
+            self.region.write_below(text)
 
     def add(self, text: str, thinks: bool) -> None:
-        self._splitter = self._splitter or thoughts.Splitter(thinks)
-        self._add(self._splitter.next(text))
+        """More of the answer.
+
+        thinks  whether the answer begins within a thought
+        """
+        with self._lock:
+            self._splitter = self._splitter or thoughts.Splitter(thinks)
+            self._add(self._splitter.next(text))
 
     def end(self) -> None:
         """The text is complete, or nothing more will come."""
-        if self._splitter:
-            self._add(self._splitter.end())
-        if self._passage:
-            self._passage.end()
-        else:
-            self.region.draw([])
+        with self._lock:
+            if self._splitter:
+                self._add(self._splitter.end())
+            if self._passage:
+                self._passage.end()
+            else:
+                self.region.draw([])
 
     def _add(self, parts: list[thoughts.Part]) -> None:
         for text, thought in parts:
@@ -238,6 +272,9 @@ class Pipe:
     """An answer as plain text, for a file, a pipe or a terminal that only prints."""
 
     def wait(self, text: str) -> None:
+        pass
+
+    def note(self, text: str | None) -> None:
         pass
 
     def add(self, text: str, thinks: bool) -> None:

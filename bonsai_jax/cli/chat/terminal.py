@@ -130,7 +130,7 @@ class Messages:
 
 @contextlib.contextmanager
 def no_echo() -> Iterator[None]:
-    """What is typed while the program is busy is not shown; the next prompt has it."""
+    """Do not show keys that are typed while the program is busy. They appear at the next prompt."""
     try:
         import termios
 
