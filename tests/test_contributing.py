@@ -12,6 +12,15 @@ ROOT = Path(__file__).parent.parent
 FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
 
 
+def workflow(name):
+    return yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+
+
+def runs(job):
+    """Its commands."""
+    return [step["run"] for step in job["steps"] if "run" in step]
+
+
 def test_pre_commit_has_the_ruff_that_ci_has():
     with open(ROOT / "pyproject.toml", "rb") as file:
         constraints = tomllib.load(file)["tool"]["uv"]["constraint-dependencies"]
@@ -22,16 +31,27 @@ def test_pre_commit_has_the_ruff_that_ci_has():
 
 
 def test_the_workflow_runs_all_of_ci():
-    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
-    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    jobs = workflow("ci")["jobs"]
+    assert runs(jobs["all"]) == ["bash .ci/run"]
+    assert jobs["wheel"]["strategy"]["matrix"]["python"] == ["3.12", "3.13", "3.14"]
+    assert runs(jobs["wheel"])[-1] == "bash .ci/wheel ${{ matrix.python }}"
     with open(ROOT / "pyproject.toml", "rb") as file:
         oldest = tomllib.load(file)["project"]["requires-python"].removeprefix(">=")
-    assert job["strategy"]["matrix"]["python"][0] == oldest and job["timeout-minutes"] <= 90
+    assert jobs["all"]["strategy"]["matrix"]["python"][0] == oldest
+    assert jobs["all"]["timeout-minutes"] <= 90
+
+
+def test_a_release_is_tested_and_published_without_a_password():
+    jobs = workflow("release")["jobs"]
+    assert "bash .ci/run" in runs(jobs["build"])
+    publish = jobs["publish"]
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert not any("password" in step.get("with", {}) for step in publish["steps"])
 
 
 def test_the_site_is_published_as_ci_builds_it():
     """Strictly, and with the packages that pyproject.toml pins."""
-    jobs = yaml.safe_load((ROOT / ".github/workflows/docs.yml").read_text())["jobs"]
+    jobs = workflow("docs")["jobs"]
     command = "--only-group docs mkdocs build"
     assert any(
         command in step.get("run", "") and "--strict" in step["run"] for step in jobs["build"]["steps"]

@@ -1,4 +1,4 @@
-"""bonsai-jax list: the models in the cache of the Hugging Face Hub."""
+"""bonsai-jax list: the models in the cache of the Hugging Face Hub, and the demo model."""
 
 import dataclasses
 import sys
@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 def command(as_json: options.Json = False) -> None:
-    """List the models from the Hugging Face Hub that are in the cache: name for -m, files, size.
+    """List the models that `pull` has fetched: name for -m, files, size.
 
     With --json: {"folder": the cache, "models": [{"name", "files", "nbytes"}, ...]}. A download that was
     interrupted has no files.
     """
+    from checkpoints import demo
     from checkpoints.hub import cache
 
-    models = cache.models()
+    models = cache.models() + (demo.fetched() if demo.fetched_path().is_file() else [])
     if as_json:
         described = [dataclasses.asdict(model) for model in models]
         print(text.json_line({"folder": cache.folder(), "models": described}))

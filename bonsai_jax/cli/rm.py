@@ -13,9 +13,13 @@ def command(
     yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
 ) -> None:
     """Delete a model from the cache; without QUANT, all models of a repository."""
+    from checkpoints import demo
     from checkpoints.hub import cache
 
-    print(list_models.table(cache.find(name)))
+    print(list_models.table(demo.fetched() if name == demo.NAME else cache.find(name)))
     if not yes:
         typer.confirm("delete?", abort=True)
-    cache.remove(name)
+    if name == demo.NAME:
+        demo.fetched_path().unlink()
+    else:
+        cache.remove(name)

