@@ -101,7 +101,7 @@ def shown(value: Any) -> str:
     """The value for a message, cut to 60 characters. Python refuses to write very long integers."""
     try:
         text = repr(value)
-    except Exception:
+    except Exception:  # a user's own class may raise anything, and the message is about another error
         text = f"a {type(value).__name__} that cannot be written"
     return text if len(text) <= 60 else f"{text[:60]}..."
 

@@ -10,10 +10,10 @@ from pallas_kernels import (
     cache_layouts,
     device,
     problems,
-    selection,
 )
 from tests.pallas_kernels.test_attention_windows import DECODE, PREFILL, check_decode, check_prefill
 from tests.pallas_kernels.test_cache_layouts import ROUNDING
+from tests.refused_cases import unless_refused
 
 pytestmark = pytest.mark.gpu
 
@@ -74,11 +74,13 @@ def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, inte
     np.testing.assert_array_equal(runs[0][0], runs[1][0])
 
 
+def prefill_problem(*sizes, window=None):
+    return problems.Attention(device.platform(), "prefill", *sizes, window=window)
+
+
+@unless_refused(lambda impl: (impl, prefill_problem(32, 8, 128, 64, "int8")))
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 def test_prompts_read_a_cache_of_bytes(impl):
-    problem = problems.Attention(device.platform(), "prefill", 32, 8, 128, 64, "int8")
-    if reason := selection.get(problems.Attention, impl).refuses(problem):
-        pytest.skip(reason)
     rng, B, T, depth = np.random.default_rng(6), 2, 300, 100
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     empty = cache_layouts.empty("int8", (2, 16, 64, 8, 128))
@@ -98,6 +100,9 @@ def test_prompts_read_a_cache_of_bytes(impl):
     assert jnp.linalg.norm(got[0] - want[0]) < 1.024 * ROUNDING["float16"] * jnp.linalg.norm(want[0])
 
 
+@unless_refused(
+    lambda impl, H, Hkv, D, page_size, layout: (impl, prefill_problem(H, Hkv, D, page_size, layout))
+)
 @pytest.mark.parametrize(
     ("H", "Hkv", "D", "B", "T", "depth", "page_size"),
     [
@@ -119,10 +124,6 @@ def test_many_queries_attend_as_the_reference_does(layout, H, Hkv, D, B, T, dept
     from pallas_kernels.attention.prefill_sm90 import prefill_attention
 
     kernel = {"prefill_sm90": prefill_attention, "prefill_sm80": mma_attention}[impl]
-    sizes = (H, Hkv, D, page_size, layout)
-    problem = problems.Attention(device.platform(), "prefill", *sizes)
-    if reason := selection.get(problems.Attention, impl).refuses(problem):
-        pytest.skip(reason)
     rng = np.random.default_rng(H + T)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
     pages = -(-(T + depth) // page_size) + 1
@@ -155,6 +156,12 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
     check_decode(layout, window, scale, softcap, sizes, lengths, page_size, jax.jit)
 
 
+@unless_refused(
+    lambda impl, sizes, page_size, window: (
+        impl,
+        prefill_problem(*sizes, page_size, "bfloat16", window=window),
+    )
+)
 @pytest.mark.parametrize(
     ("window", "scale", "softcap", "sizes", "depth", "page_size"),
     [
@@ -166,15 +173,10 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 @pytest.mark.parametrize("tokens", [140, 600])
 def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size, tokens):
-    problem = problems.Attention(device.platform(), "prefill", *sizes, page_size, "bfloat16", window=window)
-    if reason := selection.get(problems.Attention, impl).refuses(problem):
-        pytest.skip(reason)
     check_prefill(impl, window, scale, softcap, sizes, depth, page_size, tokens)
 
 
+@unless_refused(lambda impl: (impl, prefill_problem(4, 2, 128, 64, "int8", window=100)))
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 def test_prompts_read_the_windows_of_a_cache_of_bytes(impl):
-    problem = problems.Attention(device.platform(), "prefill", 4, 2, 128, 64, "int8", window=100)
-    if reason := selection.get(problems.Attention, impl).refuses(problem):
-        pytest.skip(reason)
     check_prefill(impl, 100, 0.1, 5.0, (4, 2, 128), 400, 64, 300, layout="int8")

@@ -23,7 +23,6 @@ from pallas_kernels import (
     matmul,
     problems,
     qtensor,
-    selection,
 )
 from pallas_kernels.step import layer_products
 from pallas_kernels.step.layer_products import OfLayer
@@ -31,6 +30,7 @@ from tests.agreement import divergence, log_softmax
 from tests.gpu.products import FEW, MANY, by_kernels, check, wanted
 from tests.gpu.steps import log_p_of_steps
 from tests.pallas_kernels.test_gemm import has_float16_scales
+from tests.refused_cases import unless_refused
 
 pytestmark = pytest.mark.gpu
 tile, dequantized = jax.jit(qtensor.tile), jax.jit(dequantize)
@@ -189,6 +189,7 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
         assert 0 < np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
+@unless_refused(lambda format, N, K: ("int_prefill_sm90", problems.Matmul(device.platform(), format, N, K)))
 @pytest.mark.parametrize("format", INTEGER)
 @pytest.mark.parametrize(
     ("N", "K", "rows", "kind"),
@@ -202,9 +203,6 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
 def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, format):
     """Of the weights rounded to float16, which the kernel has too, but where a scale is not float16 in the
     file."""
-    problem = problems.Matmul(device.platform(), format, N, K)
-    if reason := selection.get(problems.Matmul, "int_prefill_sm90").refuses(problem):
-        pytest.skip(reason)
     rng = np.random.default_rng(N + rows)
     layers, layer = 3, 2
     stacks = [stack(format, N, K, layers, seed) for seed in range(2 if kind == "gated" else 1)]

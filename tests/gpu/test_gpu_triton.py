@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import attention, device, problems, selection
 from tests.pallas_kernels.test_triton import case
+from tests.refused_cases import unless_refused
 
 # A mark, not importorskip, which would be a skipped test also where tests of GPUs are not selected.
 pytestmark = [
@@ -17,15 +18,18 @@ pytestmark = [
 ]
 
 
+@unless_refused(
+    lambda heads, dtype, options: (
+        "triton",
+        problems.Attention(device.platform(), "decode", *heads, 16, dtype, **options),
+    )
+)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("options", [{}, {"window": 37, "scale": 0.2}, {"softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("heads", [(32, 32, 96), (4, 2, 80), (14, 2, 112), (8, 4, 256)], ids=str)
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, (1000, 3, 17)), (300, (300, 23))])
 def test_it_equals_the_reference(heads, tokens, lengths, options, dtype):
-    problem = problems.Attention(device.platform(), "decode", *heads, 16, dtype, **options)
     kernel = selection.get(problems.Attention, "triton")
-    if reason := kernel.refuses(problem):
-        pytest.skip(reason)
     arguments = jax.device_put(case(heads, tokens, dtype, lengths))
     call = functools.partial(
         kernel, num_keys=max(lengths), **{"window": None, "scale": None, "softcap": None} | options

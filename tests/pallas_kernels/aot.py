@@ -10,6 +10,7 @@ import functools
 import multiprocessing
 import os
 import re
+import sys
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -75,13 +76,12 @@ class Compilers:
             self.processes.pop(capability).shutdown()
             died = f"The process that compiles for {capability} died:\n{output.read_text()}"
             pytest.fail(died, pytrace=False)
-        except Exception:  # the test's own, to which belongs what was printed
-            print(output.read_text())
-            raise
-        else:
-            return output.read_text()
         finally:
+            text = output.read_text()
             os.truncate(output, 0)
+            if sys.exception() is not None:  # the failed test shows what was printed
+                print(text)
+        return text
 
     def close(self):
         for process in self.processes.values():

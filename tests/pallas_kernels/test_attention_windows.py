@@ -8,13 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device, problems, selection
+from pallas_kernels import attend, cache_layouts, device, problems
 from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.naive_attention import naive_attention
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING
+from tests.refused_cases import unless_refused
 
 OUTSIDE = 1e4  # stored where no query may look
 RUNS = {"prefill_sm80": prefill_sm80.run, "prefill_sm90": prefill_sm90.run}
@@ -134,14 +135,21 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
         assert not got[row][positions[row] < 0].any()
 
 
+def prefill_layout(window):
+    return "float16" if window in (40, 100) else "bfloat16"
+
+
+@unless_refused(
+    lambda impl, sizes, page_size, window: (
+        impl,
+        problems.Attention("sm_90", "prefill", *sizes, page_size, prefill_layout(window), window),
+    )
+)
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 @pytest.mark.parametrize(("window", "scale", "softcap", "sizes", "depth", "page_size"), PREFILL)
 def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size):
-    layout = "float16" if window in (40, 100) else "bfloat16"
-    problem = problems.Attention("sm_90", "prefill", *sizes, page_size, layout, window, scale, softcap)
-    if reason := selection.get(problems.Attention, impl).refuses(problem):
-        pytest.skip(reason)
     with interpreted():
+        layout = prefill_layout(window)
         check_prefill(impl, window, scale, softcap, sizes, depth, page_size, 140, layout)
 
 

@@ -1,5 +1,6 @@
 """The /commands of a chat."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -162,15 +163,17 @@ def _shown(value: object) -> str:
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
+def _switch(session: Session, name: str) -> None:
+    session.conversation.switch(session.open_engine(name))
+
+
 def _model(session: Session, name: str) -> Outcome:
     conversation = session.conversation
     if name:
-        before = conversation.engine.model.source
-        try:
-            conversation.switch(session.open_engine(name))
-        except BaseException:  # also Ctrl-C
-            conversation.switch(session.open_engine(before))
-            raise
+        with contextlib.ExitStack() as undo:  # also after Ctrl-C
+            undo.callback(_switch, session, conversation.engine.model.source)
+            _switch(session, name)
+            undo.pop_all()
     return Outcome(greeting(conversation))
 
 
