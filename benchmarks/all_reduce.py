@@ -42,9 +42,9 @@ def mailbox(y: jax.Array, peers: jax.Array) -> jax.Array:
 def chain(total: Callable[[jax.Array, jax.Array], jax.Array], mesh, x: jax.Array, peers) -> jax.Array:
     def on_device(x, peers):
         devices = mesh.shape["model"]
-        mine = (jax.lax.axis_index("model") + 1) / (devices * (devices + 1) / 2)  # all devices' sum to 1
+        share = (jax.lax.axis_index("model") + 1) / (devices * (devices + 1) / 2)  # all devices' sum to 1
         for _ in range(CHAIN):
-            x = jax.lax.optimization_barrier(total(mine * x, peers[0, 0]))
+            x = jax.lax.optimization_barrier(total(share * x, peers[0, 0]))
         return x
 
     in_specs = (P(), P("data", "model"))

@@ -87,7 +87,7 @@ def run(loop: Loop, requests: list[tuple[list[int], int]]) -> Run:
     drawn: list[list[int]] = [[] for _ in requests]
 
     def teller(i):
-        def told(piece):
+        def note_piece(piece):
             now = time.perf_counter() - began
             gaps[i] = max(gaps.get(i, 0.0), now - last.get(i, now))
             first.setdefault(i, now)
@@ -95,7 +95,7 @@ def run(loop: Loop, requests: list[tuple[list[int], int]]) -> Run:
             answered.append((now, len(piece.tokens)))
             drawn[i] += piece.tokens
 
-        return told
+        return note_piece
 
     began = time.perf_counter()
     for i, (ids, new) in enumerate(requests):

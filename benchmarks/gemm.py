@@ -93,7 +93,9 @@ class Row(bench.Origin):
     error: float
 
 
-def held(format: str, shape: tuple[int, int], layers: int, seed: int) -> tuple[LayerStack, LayerStack]:
+def weight_stacks(
+    format: str, shape: tuple[int, int], layers: int, seed: int
+) -> tuple[LayerStack, LayerStack]:
     """Random weights as prefill wants them, and as their format's blocks."""
     return matvec.stack(format, shape, layers, seed, 8)
 
@@ -168,7 +170,7 @@ class Weights:
         self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]
         self.layers = {r: self.layers_for(arguments, r) for r in rows}
         most = max(self.layers.values())
-        pairs = [held(arguments.format, shape, most, seed) for seed, shape in enumerate(self.shapes)]
+        pairs = [weight_stacks(arguments.format, shape, most, seed) for seed, shape in enumerate(self.shapes)]
         self.ours, self.blocks = ([pair[i] for pair in pairs] for i in (0, 1))
         of_product = [self.blocks[:-1], self.blocks[-1:]][-len(self.joined) :]
         self.dense = {
@@ -183,8 +185,8 @@ class Weights:
         return 2 * rows * sum(math.prod(shape) for shape in self.shapes)
 
     def layers_for(self, arguments: argparse.Namespace, rows: int) -> int:
-        wanted = max(arguments.layers, round(CALL_OPERATIONS / self.operations(rows)))
-        return min(wanted, arguments.most_layers)
+        num_layers = max(arguments.layers, round(CALL_OPERATIONS / self.operations(rows)))
+        return min(num_layers, arguments.most_layers)
 
 
 class Product:

@@ -70,9 +70,9 @@ def stack(
     lead = (distinct, shape[0], shape[1] // formats.get(format).WEIGHTS)
     fields = random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
     blocks = QTensor(fields, format, shape)
-    held = jax.jit(functools.partial(for_device, matrices=matrices, bits=bits))(blocks)
+    weights = jax.jit(functools.partial(for_device, matrices=matrices, bits=bits))(blocks)
     return (
-        LayerStack((repeated(held, layers),), tuple((0, layer) for layer in range(layers))),
+        LayerStack((repeated(weights, layers),), tuple((0, layer) for layer in range(layers))),
         LayerStack((blocks,), tuple((0, layer % distinct) for layer in range(layers))),
     )
 
@@ -156,39 +156,39 @@ class Products:
     def product(self, op: str, shape: tuple[int, int], *, normed: bool, added: bool = True) -> one_op.Row:
         arguments = self.arguments
         layers, moved = self.layers_with(shape)
-        held, blocks = stack(arguments.format, shape, layers, 1, arguments.activation_bits)
+        weights, blocks = stack(arguments.format, shape, layers, 1, arguments.activation_bits)
         x = self.activations(shape[1])
         gamma = self.gamma(layers, shape[1]) if normed else None
         norms = [x if gamma is None else normed_x(x, gamma[layer]) for layer in range(layers)]
 
         @jax.jit
-        def added_up(y, x, held, gamma):
+        def added_up(y, x, weights, gamma):
             for layer in range(layers):
-                y = matmul(x, held, layer, gamma=gamma, eps=EPS, residual=y)
+                y = matmul(x, weights, layer, gamma=gamma, eps=EPS, residual=y)
             return y
 
         @jax.jit
-        def handed_on(y, held, gamma):
+        def handed_on(y, weights, gamma):
             for layer in range(layers):
-                y = matmul(y[:, : shape[1]], held, layer, gamma=gamma, eps=EPS)
+                y = matmul(y[:, : shape[1]], weights, layer, gamma=gamma, eps=EPS)
             return y
 
         if added:
             start = want = jnp.zeros((self.rows, shape[0]))
-            got = added_up(start, x, held, gamma)
+            got = added_up(start, x, weights, gamma)
             for layer in range(layers):
                 want += exact(norms[layer], blocks, layer)
-            chain = lambda y: added_up(y, x, held, gamma)  # noqa: E731
+            chain = lambda y: added_up(y, x, weights, gamma)  # noqa: E731
         else:
-            got = start = jax.jit(functools.partial(matmul, eps=EPS))(x, held, layers - 1, gamma=gamma)
+            got = start = jax.jit(functools.partial(matmul, eps=EPS))(x, weights, layers - 1, gamma=gamma)
             want = exact(norms[-1], blocks, layers - 1)
-            chain = lambda y: handed_on(y, held, gamma)  # noqa: E731
+            chain = lambda y: handed_on(y, weights, gamma)  # noqa: E731
         error = difference(got, want)
         del blocks
         times = bench.seconds_per_call(chain, start, **self.counts)
-        light = one_op.light_seconds(jax.tree.leaves(held), **self.counts)
+        light = one_op.light_seconds(jax.tree.leaves(weights), **self.counts)
         return self.row(
-            op, times, light, moved, shape, layers, held.parts[0].products.kernel(self.rows), error
+            op, times, light, moved, shape, layers, weights.parts[0].products.kernel(self.rows), error
         )
 
     def feed_forward(self, down: one_op.Row) -> one_op.Row:

@@ -67,8 +67,8 @@ def main() -> None:
     draw(found, rows[0]["device"], arguments.output)
     print(f"{arguments.output}")
     for (model, test, split), speeds in found.items():
-        told = ", ".join(f"{n}: {tok_s:,.1f} (x{tok_s / speeds[1]:.2f})" for n, tok_s in speeds.items())
-        print(f"{model} {test}, {split}: {told}")
+        speedups = ", ".join(f"{n}: {tok_s:,.1f} (x{tok_s / speeds[1]:.2f})" for n, tok_s in speeds.items())
+        print(f"{model} {test}, {split}: {speedups}")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Checks of what users give. Numbers may be Python's, numpy's or jax's, and are returned as Python's; errors
-begin with the argument's name."""
+"""Checks of the arguments that users pass. A number may come from Python, numpy or jax; the checks return
+Python numbers. Their errors begin with the argument's name."""
 
 import math
 import operator

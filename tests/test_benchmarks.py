@@ -108,10 +108,10 @@ def test_activations_of_a_matvec_are_codes_of_the_groups_that_are_rounded_togeth
 
 def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkeypatch):
     monkeypatch.setattr(matvec, "DISTINCT_MB", 0)
-    held, blocks = matvec.stack("q4_k", (32, 256), 5, 0, 8)
+    stacked, blocks = matvec.stack("q4_k", (32, 256), 5, 0, 8)
     read = jax.jit(dequantize)
-    dense, of_blocks = np.asarray(read(held.parts[0])), [np.asarray(read(part)) for part in blocks.parts]
-    assert dense.shape == (5, 32, 256) and held.where[-1] == (0, 4)
+    dense, of_blocks = np.asarray(read(stacked.parts[0])), [np.asarray(read(part)) for part in blocks.parts]
+    assert dense.shape == (5, 32, 256) and stacked.where[-1] == (0, 4)
     for layer, (part, index) in enumerate(blocks.where):
         np.testing.assert_array_equal(dense[layer], of_blocks[part][index])
     assert not np.array_equal(dense[0], dense[1])

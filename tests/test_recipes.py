@@ -40,10 +40,10 @@ def beam_search(r):
 def classifier_free_guidance(r):
     """By teacher-forced logits of both texts."""
     model = r["model"]
-    wanted, plain = (model.tokenizer.encode(prompt) for prompt in r["prompts"])
+    steered, plain = (model.tokenizer.encode(prompt) for prompt in r["prompts"])
     tokens: list[int] = []
     for token in r["answer"]:
-        a, b = (bj.logits(model, [*ids, *tokens])[-1] for ids in (wanted, plain))
+        a, b = (bj.logits(model, [*ids, *tokens])[-1] for ids in (steered, plain))
         assert token == (b + r["SCALE"] * (a - b)).argmax()
         tokens.append(token)
 

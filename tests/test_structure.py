@@ -292,3 +292,13 @@ def test_names_are_terms_of_the_field(package):
     for path in (ROOT / package).rglob("*.py"):
         for line, name in names_given(ast.parse(path.read_text())):
             assert name not in EMPTY_WORDS and not name.startswith("of_"), f"{path}:{line}: {name}"
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_names_in_tests_and_benchmarks_say_what_they_are(folder):
+    """The words that say least. Others of EMPTY_WORDS are still used there."""
+    for path in (ROOT / folder).rglob("*.py"):
+        for line, name in names_given(ast.parse(path.read_text())):
+            assert name not in {"held", "told", "mine", "wanted", "anew", "nobodys", "nowhere"}, (
+                f"{path}:{line}"
+            )

@@ -114,7 +114,7 @@ class Reader:
         return text, tokens, None
 
     def _last(self, reason: FinishReason, tokens: list[int]) -> tuple[str, list[int], FinishReason]:
-        """The rest of the text, of which the end, half a character, may complete a stop string."""
+        """The rest of the text. It may end with an incomplete character, which may complete a stop string."""
         self.pending += self.detokenizer.flush()
         end = self._stopped()
         return (self.pending, tokens, reason) if end is None else (self.pending[:end], tokens, "stop")

@@ -164,7 +164,8 @@ class Loop:
         self.scheduler.compiled.update(sizes)
 
     def prepare(self, rows: int) -> None:
-        """Begin to compile the decode program for this batch size, while the first prompts are read."""
+        """Start to compile the decode program for this batch size. Call it before the first prefill, so that
+        both programs are compiled at the same time."""
         self.scheduler.compiled.add(rows)
         asked = self._asked(self.answers)
         self.runner.programs.compile(self.runner.padding(rows, asked))

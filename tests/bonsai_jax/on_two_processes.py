@@ -63,8 +63,8 @@ def main(path: str, coordinator: str, process: str) -> None:
     model = bj.from_checkpoint(checkpoint, RUN, mesh=bj.make_mesh(model=2))
     tell([t.data.read / t.nbytes for t in counted.values()])
     leaves = jax.tree.leaves(model.params)
-    held = {shard.device.process_index for leaf in leaves for shard in leaf.addressable_shards}
-    tell([sorted(held), jax.process_index(), jax.device_count()])
+    processes = {shard.device.process_index for leaf in leaves for shard in leaf.addressable_shards}
+    tell([sorted(processes), jax.process_index(), jax.device_count()])
     tell(one_by_one(model))
     rows = bj.load(path, RUN, mesh=bj.make_mesh(data=2))
     tell([output.tokens for output in bj.generate(rows, PROMPTS, sampling=SAMPLING, **NEW)])

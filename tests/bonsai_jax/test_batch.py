@@ -84,7 +84,7 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def wanted(model) -> dict[str, bj.Output]:
+def expected(model) -> dict[str, bj.Output]:
     """By `generate`, in one call."""
     chat = model.tokenizer.encode_chat
     greedy, second = bj.SamplingParams(0.0), dataclasses.replace(DRAWN, seed=4)
@@ -108,10 +108,10 @@ def wanted(model) -> dict[str, bj.Output]:
 
 
 @pytest.fixture(scope="module")
-def answers(model, wanted, tmp_path_factory):
+def answers(model, expected, tmp_path_factory):
     """Of LINES, and the report."""
     folder = tmp_path_factory.mktemp("batch")
-    LINES[1]["body"]["stop"] = [wanted["greedy"].text[2:4]]
+    LINES[1]["body"]["stop"] = [expected["greedy"].text[2:4]]
     report = batch.run(model, write(folder / "in.jsonl", LINES), folder / "out.jsonl", JOB)
     return read(folder / "out.jsonl"), report
 
@@ -122,8 +122,8 @@ def choices(answers, custom_id: str) -> list[dict]:
     return found
 
 
-def test_answers_are_those_of_generate(wanted, answers):
-    one, two = wanted["once"], wanted["once, again"]
+def test_answers_are_those_of_generate(expected, answers):
+    one, two = expected["once"], expected["once, again"]
     text = choices(answers, "text")
     assert [choice["text"] for choice in text] == [one.text, two.text]
     scores, known = text[0]["logprobs"], one.logprobs
@@ -132,23 +132,23 @@ def test_answers_are_those_of_generate(wanted, answers):
     tokens, new = one.prompt_tokens, len(one.tokens) + len(two.tokens)
     usage = {"prompt_tokens": tokens, "completion_tokens": new, "total_tokens": tokens + new}
     assert answers[0]["text"]["response"]["body"]["usage"] == usage
-    (stopped,), greedy = choices(answers, "stop"), wanted["greedy"].text
+    (stopped,), greedy = choices(answers, "stop"), expected["greedy"].text
     assert len(greedy) > 3 and stopped["text"] == greedy[: greedy.index(greedy[2:4])]
     assert stopped["finish_reason"] == "stop"
-    several = [wanted[name].text for name in ("two", "two, again", "ids", "ids, again")]
+    several = [expected[name].text for name in ("two", "two, again", "ids", "ids, again")]
     assert [choice["text"] for choice in choices(answers, "two")] == several
     used = answers[0]["two"]["response"]["body"]["usage"]["prompt_tokens"]
-    assert used == wanted["two"].prompt_tokens + 3
+    assert used == expected["two"].prompt_tokens + 3
 
 
-def test_chats_are_encoded_by_the_template(wanted, answers):
+def test_chats_are_encoded_by_the_template(expected, answers):
     (chat,), (parts,) = choices(answers, "chat"), choices(answers, "parts")
-    message = {"role": "assistant", "content": wanted["chat"].text, "refusal": None}
-    assert chat["message"] == message and chat["finish_reason"] == wanted["chat"].finish_reason
+    message = {"role": "assistant", "content": expected["chat"].text, "refusal": None}
+    assert chat["message"] == message and chat["finish_reason"] == expected["chat"].finish_reason
     scores = chat["logprobs"]["content"]
     assert b"".join(bytes(t["bytes"]) for t in scores).decode(errors="replace") == message["content"]
     assert all(len(token["top_logprobs"]) == 1 for token in scores)
-    assert parts["message"]["content"] == wanted["parts"].text and parts["logprobs"] is None
+    assert parts["message"]["content"] == expected["parts"].text and parts["logprobs"] is None
 
 
 def test_a_line_that_cannot_be_met_says_which_field_and_the_others_go_on(answers):

@@ -40,12 +40,12 @@ def test_a_model_takes_every_layout(name):
 
 
 def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
-    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), batch_size=2, context=8)
-    held = held.replace(lengths=jnp.array([5, 3]))
-    assert held.rewind(held.lengths - 4).lengths.tolist() == [1, 0]
+    two_rows = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), batch_size=2, context=8)
+    two_rows = two_rows.replace(lengths=jnp.array([5, 3]))
+    assert two_rows.rewind(two_rows.lengths - 4).lengths.tolist() == [1, 0]
     for rows in (0, [0.7], [True, False]):
         with pytest.raises(ValueError, match=r"take: rows are .*; expected a list of row numbers"):
-            held.take(rows)
+            two_rows.take(rows)
 
 
 @pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": 1.5}, {"context": 0}])

@@ -70,7 +70,7 @@ def sure() -> bj.Model:
     return bj.from_checkpoint(checkpoint(tensors), RUN)
 
 
-def told(model: bj.Model, speculate: str | None, size: int = 14):
+def decoded(model: bj.Model, speculate: str | None, size: int = 14):
     tokens = np.zeros((2, 32), np.int32)
     for row, of in zip(tokens, IDS, strict=True):
         row[: len(of)] = of
@@ -135,7 +135,7 @@ def in_float64(hidden: np.ndarray, tokens: list[int], ahead: int) -> tuple[list[
 def test_it_foresees_what_numpy_does():
     """Behind a prompt and steps that took some of its proposals back, in rows of different lengths."""
     model = tiny()
-    state, drawn, _ = told(model, "mtp")
+    state, drawn, _ = decoded(model, "mtp")
     state = state.replace(remaining=jnp.array([1, 1]))
     got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
         model.params,
@@ -156,7 +156,7 @@ def test_it_foresees_what_numpy_does():
 
 
 def test_text_is_plain_decoding_s_whatever_it_foresees():
-    plain, speculated = told(tiny(), None), told(tiny(), "mtp")
+    plain, speculated = decoded(tiny(), None), decoded(tiny(), "mtp")
     assert_same(np.asarray(speculated.tokens), np.asarray(plain.tokens))
     how = {"max_new_tokens": 14, "ignore_eos": True, "speculate": "mtp"}
     outputs = bj.generate(tiny(), IDS, sampling=[GREEDY, HOT], **how)  # in rows of an engine
@@ -165,7 +165,7 @@ def test_text_is_plain_decoding_s_whatever_it_foresees():
 
 def test_a_step_keeps_what_it_foresaw():
     """Two rows read four tokens a step; of 13 behind the first the greedy row needs four steps."""
-    plain, (state, drawn, _) = told(sure(), None), told(sure(), "mtp")
+    plain, (state, drawn, _) = decoded(sure(), None), decoded(sure(), "mtp")
     assert_same(np.asarray(drawn), np.asarray(plain.tokens))
     assert state.speculation.steps[0] == 4
     assert state.cache.lengths.tolist() == plain.state.cache.lengths.tolist()

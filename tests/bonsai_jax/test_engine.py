@@ -263,24 +263,24 @@ def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch
 
 def test_a_warmup_compiles_side_by_side(warmed):
     engine, threads = warmed
-    mine = [name for name in threads if name.startswith("bonsai-jax compile")]
+    compiling = [name for name in threads if name.startswith("bonsai-jax compile")]
     limits = engine._loop.runner.limits
-    assert len(mine) == len(limits.row_sizes) + len(limits.shapes) + 1  # and `note`
-    assert len(set(mine)) > 1 or os.cpu_count() == 1
+    assert len(compiling) == len(limits.row_sizes) + len(limits.shapes) + 1  # and `note`
+    assert len(set(compiling)) > 1 or os.cpu_count() == 1
 
 
 def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch):
-    told, late = threading.Event(), []
+    first_read, late = threading.Event(), []
 
     def waiting(decode, *arguments):
-        late.append(not told.wait(60))
+        late.append(not first_read.wait(60))
         return decode(*arguments)
 
     each_decode(engine, monkeypatch, waiting)
     handle = engine.submit(prompt(10, 42), GREEDY, max_new_tokens=MOST, ignore_eos=True)
-    pieces = iter(handle)  # held, because a reader that leaves would cancel
+    pieces = iter(handle)  # kept, because a reader that leaves would cancel
     assert len(next(pieces).tokens) == 1
-    told.set()
+    first_read.set()
     assert len(handle.result(300).tokens) == MOST and late and not any(late)
 
 
@@ -557,16 +557,16 @@ def test_recurrent_states_of_rows_are_their_own():
         def ask(ids):
             return engine.submit(ids, GREEDY, **how)
 
-        def told(handle):
+        def drawn(handle):
             output = handle.result(300)
             assert output.logprobs.ids.shape == (6, 0)
             return output.tokens, np.asarray(output.logprobs.token).tolist()
 
-        alone = told(ask(prompt(20, 60)))
+        alone = drawn(ask(prompt(20, 60)))
         handles = [ask(ids) for ids in (prompt(9, 61), prompt(20, 60), prompt(40, 62))]
-        assert [told(handle) for handle in handles][1] == alone
+        assert [drawn(handle) for handle in handles][1] == alone
         long = [engine.submit(prompt(11, n), GREEDY, **how | {"max_new_tokens": 37}) for n in (63, 64)]
         for handle in long:
             next(iter(handle))
             handle.cancel()
-        assert [told(ask(prompt(20, 60))) for _ in range(2)] == [alone, alone]
+        assert [drawn(ask(prompt(20, 60))) for _ in range(2)] == [alone, alone]

@@ -46,15 +46,15 @@ def test_two_processes(tmp_path):
         subprocess.Popen([*command, i], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
         for i in "01"
     ]
-    told = []
+    reports = []
     for process in both:
         out, err = process.communicate(timeout=200)
         assert process.returncode == 0, out + err
         lines = [line.removeprefix("told ") for line in out.splitlines() if line.startswith("told ")]
-        told.append([json.loads(line) for line in lines])
+        reports.append([json.loads(line) for line in lines])
 
-    *_, hello, want, total = told[0]
-    for process, (stdout, read, where, tensor_parallel, data_parallel, scores, *_) in enumerate(told):
+    *_, hello, want, total = reports[0]
+    for process, (stdout, read, where, tensor_parallel, data_parallel, scores, *_) in enumerate(reports):
         if process == 0:
             assert_same([json.loads(stdout)["tokens"]], [hello])
         else:

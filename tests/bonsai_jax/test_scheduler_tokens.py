@@ -217,9 +217,9 @@ def test_who_is_cancelled_is_in_no_further_plan_and_its_pages_are_free_at_once()
         device.run(scheduler.plan())
     (pages,) = (d.pages for d in scheduler.devices)
     before = pages.available
-    held = len(requests[0].table)
+    num_pages = len(requests[0].table)
     scheduler.end(requests[0])
-    assert pages.available == before + held > before
+    assert pages.available == before + num_pages > before
     assert scheduler.plan().writes == [[requests[1]]]
 
 

@@ -76,7 +76,7 @@ def plain(source=LLAMA):
     return state, np.asarray(tokens), scores
 
 
-def told(most=NEW, source=LLAMA):
+def with_known_answers(most=NEW, source=LLAMA):
     """A state whose proposer knows the answers, but for a mistake at every fifth token of row 1, and all of
     row 2: what is accepted is known, whatever a random model writes."""
     answers = plain(source)[1].copy()
@@ -109,7 +109,7 @@ def teller(monkeypatch):
 def test_rows_advance_by_what_was_foreseen_and_draw_the_same():
     """Greedy, sampled, penalized and biased rows in one batch; log-probabilities too."""
     before, want, scores = plain()
-    state, got, of_spec = run(told())
+    state, got, of_spec = run(with_known_answers())
     assert_same(got, want)
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), of_spec, scores)
     # Of 16 tokens behind the first: 4 a step; 4 and 1 in turns, up to each mistake and at it; 1.
@@ -126,7 +126,7 @@ def test_recurrent_states_take_in_what_is_kept():
     """Rows that keep different numbers of proposals, and one without any: the same tokens, and the states
     behind them."""
     before, want, _ = plain(HYBRID)
-    state, got, _ = run(told(source=HYBRID), HYBRID)
+    state, got, _ = run(with_known_answers(source=HYBRID), HYBRID)
     assert_same(got, want)
     assert state.speculation.steps.tolist() == [4, 7, 16, 4]
     assert state.cache.lengths.tolist() == before.cache.lengths.tolist()
@@ -140,7 +140,7 @@ def test_a_stop_token_ends_its_row_within_a_run():
     want = plain()[1]
     stop = int(want[0, 7])  # the third of the four that a step draws
     assert stop not in want[0, :7]
-    state = told()
+    state = with_known_answers()
     state, drawn, _ = run(state.replace(stop_ids=state.stop_ids.at[0, 0].set(stop)))
     assert drawn[0].tolist() == [*want[0, :8].tolist(), *[NONE] * (NEW - 8)]
     np.testing.assert_array_equal(drawn[1:], want[1:])
@@ -149,7 +149,7 @@ def test_a_stop_token_ends_its_row_within_a_run():
 
 def test_rows_have_their_own_limits():
     most, want = [3, 1, 17, 8], plain()[1]
-    state, drawn, _ = run(told(most))
+    state, drawn, _ = run(with_known_answers(most))
     for row, n in enumerate(most):
         assert drawn[row].tolist() == [*want[row, :n].tolist(), *[NONE] * (NEW - n)]
     assert state.cache.lengths.tolist() == [6 + 2, 31, 17 + 16, 24 + 7]
@@ -158,7 +158,7 @@ def test_rows_have_their_own_limits():
 def test_pages_of_other_rows_are_never_written():
     """Row 1 has no room for what it may still produce: its proposals end where its pages do."""
     before, want, _ = plain()
-    state, drawn, _ = run(told([NEW, NEW + 9, NEW, NEW]))
+    state, drawn, _ = run(with_known_answers([NEW, NEW + 9, NEW, NEW]))
     np.testing.assert_array_equal(drawn, want)
     np.testing.assert_allclose(
         state.cache.states["attention"][0].k[:, :3], before.cache.states["attention"][0].k[:, :3], atol=1e-5
@@ -168,7 +168,7 @@ def test_pages_of_other_rows_are_never_written():
 def test_decoding_in_pieces_and_from_a_file(tmp_path):
     """Rows that have filled the output wait for the others; a saved state goes on."""
     model = tiny()
-    state, first, _ = jitted.prefill(model.params, told(), *prompts(), model.config)
+    state, first, _ = jitted.prefill(model.params, with_known_answers(), *prompts(), model.config)
     pieces = [first[:, None]]
     for piece in range(20):
         if not state.remaining.any():

@@ -335,8 +335,8 @@ def test_gradients_with_respect_to_dense_weights_are_finite_differences():
     field = next(iter(w.parts[0].fields))
 
     def loss(values):
-        held = w.replace(parts=(w.parts[0].replace(fields={field: values}),))
-        return (matmul(x, held, 1) ** 2).sum()
+        with_values = w.replace(parts=(w.parts[0].replace(fields={field: values}),))
+        return (matmul(x, with_values, 1) ** 2).sum()
 
     values = w.parts[0].fields[field]
     got = jax.grad(loss)(values)

@@ -31,7 +31,7 @@ MANY = [
 ]
 
 
-def wanted(x, dense: Sequence, kind: str, *, gamma=1.0, eps: float, residual) -> np.ndarray:
+def expected_product(x, dense: Sequence, kind: str, *, gamma=1.0, eps: float, residual) -> np.ndarray:
     """The definition, in float64: x [rows, K], matrices [N, K], gamma [K], residual [rows, N]."""
     x, dense = np.asarray(x, np.float64), [np.asarray(w, np.float64) for w in dense]
     if kind in ("normed", "gated"):

@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels import Products, QTensor, dequantize, for_device, formats, matmul
 from pallas_kernels.qtensor import tile
-from tests.gpu.products import FEW, MANY, by_kernels, check, wanted
+from tests.gpu.products import FEW, MANY, by_kernels, check, expected_product
 
 pytestmark = pytest.mark.gpu
 
@@ -37,7 +37,7 @@ def test_the_1_bit_kernel_is_its_definition_on_its_own_integers(N, K, rows, kind
     tiled = [for_device(w, matrices=len(stacks), bits=bits) for w in stacks]
     for w, before in zip(tiled, stacks, strict=True):
         np.testing.assert_array_equal(dequantize(w), dequantize(before))
-    want = wanted(x, [dequantize(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
+    want = expected_product(x, [dequantize(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
     check(by_kernels(tiled, layer, kind, gamma=gamma, known=True, **more), x, want, 1e-5)
 
 
@@ -120,7 +120,7 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kerne
         x = np.sign(x)  # so that its norm is exact
     residual = rng.standard_normal((rows, N)).astype(np.float32)
     more = {"eps": 1e-6 if kind == "normed" else 0.0, "residual": residual}
-    want = wanted(x, [dequantize(w[layer]) for w in stacks], kind, **more)
+    want = expected_product(x, [dequantize(w[layer]) for w in stacks], kind, **more)
     # The kernel's sums of a group are exact. In the library's, tensor cores cut off what they add to a sum,
     # which shows the more the longer it is, and rows behind a norm are rounded to float16.
     limit = 5e-6

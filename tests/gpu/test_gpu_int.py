@@ -27,7 +27,7 @@ from pallas_kernels import (
 from pallas_kernels.step import layer_products
 from pallas_kernels.step.layer_products import OfLayer
 from tests.agreement import divergence, log_softmax
-from tests.gpu.products import FEW, MANY, by_kernels, check, wanted
+from tests.gpu.products import FEW, MANY, by_kernels, check, expected_product
 from tests.gpu.steps import log_p_of_steps
 from tests.pallas_kernels.test_gemm import has_float16_scales
 from tests.refused_cases import unless_refused
@@ -81,8 +81,8 @@ def test_the_identity_prints_the_decoded_weights(format):
 def test_the_identity_of_many_rows_prints_the_weights_as_float16(format, known, N, K):
     """The GEMM's weights, decoded by the kernel: the definition's bits."""
     w = stack(format, N, K, 3)
-    held = tile(w).replace(products=BY_CUBLAS)
-    got = jax.jit(lambda i: matmul(jnp.eye(K), held, 2 if known else i))(2)
+    tiled_weights = tile(w).replace(products=BY_CUBLAS)
+    got = jax.jit(lambda i: matmul(jnp.eye(K), tiled_weights, 2 if known else i))(2)
     want = np.asarray(dequantized(w[2])).astype(np.float16).T
     np.testing.assert_array_equal(np.asarray(got), want)
 
@@ -138,7 +138,7 @@ def check_product(format, N, K, rows, kind, bits):
     x = exact_activations(rng, rows, K, group, bits)
     gamma = np.repeat(2.0 ** rng.integers(-1, 2, (layers, K // group)), group, axis=1).astype(np.float32)
     more = {"eps": 1e-6, "residual": rng.standard_normal((rows, N)).astype(np.float32)}
-    want = wanted(x, [dequantized(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
+    want = expected_product(x, [dequantized(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
     kernel = Products(((None, "int_decode"),), bits)  # for so many rows on any GPU
     tiled = [tile(w).replace(products=kernel) for w in stacks]
     check(by_kernels(tiled, layer, kind, gamma=gamma, known=kind != "added", **more), x, want, 1e-5)
@@ -212,7 +212,9 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
     if kind == "gated":
         x = np.sign(x) + (x == 0)  # so that its norm is exact
     more = {"eps": 0.0, "residual": rng.standard_normal((rows, N)).astype(np.float32)}
-    want = wanted(x, [np.asarray(dequantized(w[layer])).astype(np.float16) for w in stacks], kind, **more)
+    want = expected_product(
+        x, [np.asarray(dequantized(w[layer])).astype(np.float16) for w in stacks], kind, **more
+    )
     limit = 2.0**-24 * (K / 16 + 4)  # of 16 products at a time tensor cores cut off what they add to a sum
     if kind in ("normed", "gated"):  # rows behind a norm are rounded to float16
         limit = 1e-3

@@ -152,9 +152,9 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
     model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(page_size=16))
     assert model.params.layers["attention"][0].qkv[0].parts[0].tiled
     draw = lambda n, seed: np.random.default_rng(seed).integers(0, 256, n).tolist()  # noqa: E731
-    mine, runs = draw(20, 5), []
+    repeated_prompt, runs = draw(20, 5), []
     for seed, lengths, limits in ((6, (3, 31), (32, 32)), (7, (32, 18), (2, 9)), (8, (1, 1), (1, 32))):
-        prompts = [draw(lengths[0], seed), mine, draw(lengths[1], seed + 10)]
+        prompts = [draw(lengths[0], seed), repeated_prompt, draw(lengths[1], seed + 10)]
         sampling = [bj.SamplingParams(seed=s) for s in (seed, 1, seed + 1)]
         new = [limits[0], 32, limits[1]]
         state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)

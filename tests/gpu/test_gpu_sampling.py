@@ -49,11 +49,11 @@ def test_the_kernels_draw_what_the_definition_draws(vocabulary, digits, spread):
         logits = spread * jax.random.normal(jax.random.key(position), shape)
         logits = jnp.round(logits, digits) if digits < 8 else logits
         at = jnp.full(rows, position)
-        (mine, seen, counts), (its, *_) = (f(logits, r, keys, at, impl=impl) for impl, f in by.items())
-        other += int((mine != its).sum())
+        (tokens, seen, counts), (its, *_) = (f(logits, r, keys, at, impl=impl) for impl, f in by.items())
+        other += int((tokens != its).sum())
         row = jnp.arange(rows)
-        assert (seen == r.seen.at[row, mine].set(True)).all()
-        assert (counts == r.counts.at[row, mine].add(1)).all()
+        assert (seen == r.seen.at[row, tokens].set(True)).all()
+        assert (counts == r.counts.at[row, tokens].add(1)).all()
     assert other <= 2
 
 

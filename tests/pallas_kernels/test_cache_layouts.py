@@ -114,17 +114,19 @@ def test_tokens_are_written_where_the_table_says(name, page_size):
     start = np.array([page_size - 2, 2 * page_size + 1])
     positions = start[:, None] + np.arange(T)
     positions[1, -2:] = -1  # padding
-    held, new = (rng.standard_normal((*lead, Hkv, D)) for lead in ((L, B * pages_per_row, page_size), (B, T)))
+    old_values, new = (
+        rng.standard_normal((*lead, Hkv, D)) for lead in ((L, B * pages_per_row, page_size), (B, T))
+    )
     pages = cache_layouts.write(
-        cache_layouts.empty(name, held.shape), jnp.asarray(held, jnp.float32), (slice(None),)
+        cache_layouts.empty(name, old_values.shape), jnp.asarray(old_values, jnp.float32), (slice(None),)
     )
     pages = jax.jit(write_pages)(
         pages, jnp.asarray(new, jnp.float32), jnp.asarray(table), jnp.asarray(positions), jnp.int32(1)
     )
     for b, t in np.ndindex(B, T):
         if (at := positions[b, t]) >= 0:
-            held[1, table[b, at // page_size], at % page_size] = new[b, t]
-    want = ORACLES[name](held.astype(np.float32))
+            old_values[1, table[b, at // page_size], at % page_size] = new[b, t]
+    want = ORACLES[name](old_values.astype(np.float32))
     np.testing.assert_array_equal(cache_layouts.read(pages, (slice(None),)), want)
 
 

@@ -60,8 +60,8 @@ def test_tiles_have_every_pair_once_and_of_one_expert(rows, used):
     for pair, expert in enumerate(pairs):
         if expert < EXPERTS:
             assert of_place[pair] == pair and tiles.expert[tiles.places[pair] // height] == expert
-    held = [tiles.places[pair] for pair, expert in enumerate(pairs) if expert < EXPERTS]
-    assert len(set(held)) == len(held)
+    pair_places = [tiles.places[pair] for pair, expert in enumerate(pairs) if expert < EXPERTS]
+    assert len(set(pair_places)) == len(pair_places)
 
 
 @pytest.mark.parametrize("rows", [1, 40])

@@ -80,8 +80,8 @@ def test_lanes_decode_the_columns_that_their_activations_follow():
     for i, pair, g, t, h, r in np.ndindex(n // 16, words.shape[1], 8, 4, 2, 2):
         word, d = words[i, pair, 4 * g + t, 2 * h + r], scales[i, 2 * pair + h, 2 * g + r]
         for j in range(8):
-            held = (int(word) << 7 - j & 0x80808080) ^ 0xC0C0C0C0
-            byte = np.uint32(held).tobytes()
+            signs = (int(word) << 7 - j & 0x80808080) ^ 0xC0C0C0C0
+            byte = np.uint32(signs).tobytes()
             at = 256 * pair + 128 * h + 16 * j + 4 * t
             decoded[16 * i + 8 * r + g, at : at + 4] = np.frombuffer(byte, np.int8) * (np.float64(d) / 64)
     np.testing.assert_allclose(ordered @ decoded.T, want, rtol=1e-9, atol=1e-9)

@@ -169,9 +169,9 @@ def test_only_the_rounding_of_the_layout_is_lost(layout):
     rest["rotation"] = (np.ones((1, 1, D // 2), np.float32), np.zeros((1, 1, D // 2), np.float32))
     want = softmax_of_exact(qkv[0, 0], *pages, np.asarray(table)[0], length, H, Hkv, D)
     rotate = cache_layouts.get(layout).rotate
-    held = [pages_of(layout, x) for x in (rotate(pages[0]), pages[1])]
+    cached = [pages_of(layout, x) for x in (rotate(pages[0]), pages[1])]
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 6):
-        got = attend(qkv, *held, table, positions, layer, **rest, impl="decode")[0][0, 0]
+        got = attend(qkv, *cached, table, positions, layer, **rest, impl="decode")[0][0, 0]
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     print(f"{layout}: {error:.2e}")
     # The steps of floats grow with the number; of bytes they are those of a head's largest, about 2.5.
@@ -221,8 +221,8 @@ def test_layers_of_a_step_share_one_workspace():
                 qkv * (1 + layer), *pages, table, positions, layer, **rest, impl="decode", workspace=workspace
             )
             assert set(np.unique(np.asarray(workspace) & 3)) == {0, layer + 1}  # 0: of splits that no row has
-            wanted, *want, _ = attend_jit(qkv * (1 + layer), *want, table, positions, layer, **rest)
-            np.testing.assert_allclose(out, wanted, atol=3e-5, rtol=1e-5)
+            expected, *want, _ = attend_jit(qkv * (1 + layer), *want, table, positions, layer, **rest)
+            np.testing.assert_allclose(out, expected, atol=3e-5, rtol=1e-5)
 
 
 def test_a_workspace_that_is_too_small_is_refused():
@@ -293,7 +293,7 @@ def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
     keys, layers, pages, kv_heads, table_pages = prefill_sm80.KEYS, 2, 9, 3, 3
     row, layer, kv_head = 1, 1, 2
     rng = np.random.default_rng(D + step)
-    held = rng.standard_normal((layers, pages, page_size, kv_heads, D)).astype(ml_dtypes.bfloat16)
+    cached = rng.standard_normal((layers, pages, page_size, kv_heads, D)).astype(ml_dtypes.bfloat16)
     table = rng.permutation(pages)[: 2 * table_pages].reshape(2, table_pages).astype(np.int32)
 
     def body(source, table, out, target):
@@ -314,11 +314,11 @@ def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
             body, out_type=jax.ShapeDtypeStruct(size, jnp.bfloat16), grid=(1,), num_threads=1,
             scratch_types=[plgpu.SMEM(size, jnp.bfloat16)],
         )  # fmt: skip
-        got = np.asarray(kernel(held, table))
+        got = np.asarray(kernel(cached, table))
     tokens = step * keys + np.arange(keys)
     there = tokens < table_pages * page_size
     page = table[row, np.minimum(tokens // page_size, table_pages - 1)]
-    want = held[layer, page, tokens % page_size, kv_head].reshape(
+    want = cached[layer, page, tokens % page_size, kv_head].reshape(
         keys // 8, 8, D // 64, 8, 8
     )  # tile, r, half, piece
     r, piece = np.ogrid[:8, :8]

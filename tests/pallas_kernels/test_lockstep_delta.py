@@ -90,8 +90,8 @@ def check(got, args, want, limit):
     wanted_y, wanted_S, wanted_tails = want
     assert np.isfinite(y).all()
     rows = there.any(axis=1)
-    for mine, wanted in ((y[there], wanted_y[there]), (states[layer][rows], wanted_S[rows])):
-        error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
+    for result, expected in ((y[there], wanted_y[there]), (states[layer][rows], wanted_S[rows])):
+        error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
         print(f"{error:.1e}")
         assert error < limit
     # Of no token zeros may be kept.

@@ -66,24 +66,24 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
     with lockstep():
         scratch = [plgpu.SMEM((4, int_float16.bytes_of_scales(format_lanes) // 4), jnp.float32)]
         out = jax.ShapeDtypeStruct((4, 32, int_prefill_plan.STEPS, 16), jnp.int32)
-        held = np.asarray(launched(body, out, scratch, *operands))
-    pairs = held.view(np.float16).reshape(
+        accumulators = np.asarray(launched(body, out, scratch, *operands))
+    pairs = accumulators.view(np.float16).reshape(
         4, 8, 4, int_prefill_plan.STEPS, 8, 2, 2
     )  # warp, g, t, step, j, r, e
     got = pairs.transpose(0, 5, 1, 3, 4, 2, 6)
     # Row 16 warp + 8 r + g, or row 8 warp + g of matrix r; column 64 step + 8 j + 2 t + e.
     got = got.reshape(1, 64, 256) if matrices == 1 else got.swapaxes(0, 1).reshape(2, 32, 256)
-    for v, mine in zip(w, got, strict=True):
+    for v, result in zip(w, got, strict=True):
         want = in_group_order(v.dense.astype(np.float16), format_lanes.group)
         if has_float16_scales(format):
-            np.testing.assert_array_equal(mine, want)
+            np.testing.assert_array_equal(result, want)
         else:
             largest = (
                 np.abs(want.reshape(n, -1, format_lanes.group))
                 .max(axis=-1)
                 .repeat(format_lanes.group, axis=-1)
             )
-            error = np.abs(mine.astype(np.float32) - want.astype(np.float32))
+            error = np.abs(result.astype(np.float32) - want.astype(np.float32))
             assert (error <= 2**-9 * largest.astype(np.float32) + 2**-19).all()  # subnormal scales
             assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))
 
@@ -104,16 +104,16 @@ def test_results_are_staged_transposed_and_swizzled(activation, added):
     scale = (2.0 ** rng.integers(-3, 4, stored)).astype(np.float32)
     before = rng.standard_normal((stored, outputs)).astype(np.float32)
     # lane 4 g + t of warp w: outputs 16 w + 8 r + g, or output 8 w + g of matrix r, tokens 8 j + 2 t + e
-    held = sums.reshape(4, 2, 8, -1) if matrices == 1 else sums.reshape(2, 4, 8, -1).swapaxes(0, 1)
-    held = held.reshape(4, 2, 8, tokens // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)
-    held = held.reshape(4, 32, tokens // 8 * 2, 2)
+    accumulators = sums.reshape(4, 2, 8, -1) if matrices == 1 else sums.reshape(2, 4, 8, -1).swapaxes(0, 1)
+    accumulators = accumulators.reshape(4, 2, 8, tokens // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)
+    accumulators = accumulators.reshape(4, 32, tokens // 8 * 2, 2)
 
     def swizzled(x):
         x = x.reshape(stored // 8, 8, outputs // 32, 8, 4)  # tile, row, half, 16 bytes, word
         rows, chunks = np.ogrid[:8, :8]
         return x.transpose(0, 2, 1, 3, 4)[:, :, rows, chunks ^ rows]
 
-    def body(held, scale, before, out, stage):
+    def body(accumulators, scale, before, out, stage):
         warp, number, _, _ = wgmma.lane()
         thread = integer(lanes.thread())
         words = math.prod(stage.type.shape) // 128
@@ -121,7 +121,7 @@ def test_results_are_staged_transposed_and_swizzled(activation, added):
         for at in where:
             memory.store(memory.load(before, at), stage, at)
         lanes.block_barrier()
-        values = [memory.load_stored(2, held, [warp, number, i, 0]) for i in range(tokens // 8 * 2)]
+        values = [memory.load_stored(2, accumulators, [warp, number, i, 0]) for i in range(tokens // 8 * 2)]
         fragments = SimpleNamespace(registers=np.array([*values, None], object)[:-1])
         wgmma.stored_by_lane(fragments, scale, stage, stored, first, activation, added)
         lanes.block_barrier()
@@ -131,7 +131,7 @@ def test_results_are_staged_transposed_and_swizzled(activation, added):
     with lockstep():
         flat = jax.ShapeDtypeStruct((stored * outputs,), jnp.float32)
         scratch = [plgpu.SMEM((stored * outputs,), jnp.float32)]
-        got = launched(body, flat, scratch, held, scale, swizzled(before).reshape(-1))
+        got = launched(body, flat, scratch, accumulators, scale, swizzled(before).reshape(-1))
     y = sums[:, :, first : first + stored] * scale
     y = y[0] if matrices == 1 else DEFINITIONS[activation](*np.float64(y))
     want = swizzled(y.T + before if added else y.T).reshape(-1)

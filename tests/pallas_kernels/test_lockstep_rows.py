@@ -151,8 +151,8 @@ def test_bits_in_lockstep_are_64_or_less_64_where_activations_expect_them():
 
     def body(words_gmem, out_gmem):
         thread = lanes.thread()
-        held = [memory.load(words_gmem, thread, r) for r in (0, 1)]
-        for i, register in enumerate(bit_prefill_sm90._weights(held)):
+        loaded = [memory.load(words_gmem, thread, r) for r in (0, 1)]
+        for i, register in enumerate(bit_prefill_sm90._weights(loaded)):
             memory.store(register, out_gmem, thread, i)
 
     with lockstep():
@@ -190,8 +190,8 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
 
     def body(sums_gmem, out_gmem):
         thread = lanes.thread()
-        held = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
-        fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=held))
+        loaded = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
+        fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=loaded))
         bit_prefill_sm90._store(fragment, out_gmem, SILU if matrices == 2 else None, added)
 
     with lockstep():

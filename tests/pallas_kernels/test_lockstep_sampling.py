@@ -56,8 +56,8 @@ def check(logits, rules, seed=0):
     with lockstep(at_a_time=len(logits)):
         got = kernel.draw(jnp.asarray(logits), rules, keys, positions)
     want = jax.jit(reference.draw)(jnp.asarray(logits), rules, keys, positions)
-    for mine, its in zip(got, want, strict=True):
-        np.testing.assert_array_equal(mine, its)
+    for result, its in zip(got, want, strict=True):
+        np.testing.assert_array_equal(result, its)
     return np.asarray(want[0])
 
 

@@ -164,8 +164,8 @@ class Attention:
         return min(depth, self.window or depth) * self._token_bytes(run)
 
     def operations(self, depth: int, tokens: int) -> int:
-        """Arithmetic of so many tokens after `depth` others, between projections: two operations for each
-        element of a query and a key or a value that it sees."""
+        """The number of operations for `tokens` tokens after the first `depth`, without the projections: two
+        for each element of a query with each key and each value that it sees."""
         seen = range(depth + 1, depth + tokens + 1)
         return 4 * self.q_width * sum(min(keys, self.window or keys) for keys in seen)
 

@@ -138,7 +138,7 @@ class DeltaNet:
         return 2 * self.bytes_per_row(run)
 
     def operations(self, depth: int, tokens: int) -> int:
-        """Arithmetic of so many tokens, between projections."""
+        """The number of operations for `tokens` tokens, without the projections."""
         return 8 * tokens * self.v_width * self.k_dim
 
     def scratch_bytes(self, run: RunConfig) -> int:

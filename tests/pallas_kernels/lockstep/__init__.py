@@ -100,8 +100,8 @@ class _Ref:
     """In place of jax.Ref, of which each shape would be copied, read and written by programs of its own."""
 
     def __init__(self, x):
-        self.held = np.array(x)
-        self.shape, self.dtype, self.size = self.held.shape, self.held.dtype, self.held.size
+        self.contents = np.array(x)
+        self.shape, self.dtype, self.size = self.contents.shape, self.contents.dtype, self.contents.size
 
 
 def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_types, **_):
@@ -111,7 +111,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 
     def run(*operands):
         written = [isinstance(o, _Ref) for o in operands]
-        arrays = [o.held if w else np.array(o) for o, w in zip(operands, written, strict=True)]
+        arrays = [o.contents if w else np.array(o) for o, w in zip(operands, written, strict=True)]
         written += [True] * len(outs)
         arrays += [np.full(out.shape, -1 if out.dtype.kind == "i" else np.nan, out.dtype) for out in outs]
         for first in range(0, grid[0], at_a_time):
@@ -161,7 +161,7 @@ def lockstep(at_a_time: int | None = None):
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, getattr(module, name).__wrapped__))
         stack.enter_context(mock.patch.object(jax, "new_ref", _Ref))
-        stack.enter_context(mock.patch.object(jax, "freeze", lambda ref: jax.device_put(ref.held)))
+        stack.enter_context(mock.patch.object(jax, "freeze", lambda ref: jax.device_put(ref.contents)))
         # What vmap would make of a kernel is no matter here, and would trace it.
         stack.enter_context(mock.patch.object(jax.custom_batching, "sequential_vmap", lambda f: f))
         stack.enter_context(np.errstate(all="ignore"))

@@ -37,7 +37,7 @@ class Turns:
         self.announced = np.zeros(blocks, int)
         self.arrived = np.zeros(blocks, bool)
         self.copies: list[list] = [[] for _ in range(blocks)]
-        self.told: dict = {}
+        self.snapshot: dict = {}
 
 
 class Machine:
@@ -207,11 +207,11 @@ class Machine:
         for number in np.unique(there >> FAR):
             assert number > 0
             ref = self.globals[number - 1]
-            mine = there >> FAR == number
-            byte = there[mine] & (1 << FAR) - 1
+            selected = there >> FAR == number
+            byte = there[selected] & (1 << FAR) - 1
             assert (byte % ref.cells.itemsize == 0).all()
             of_all = np.zeros(len(self.all), bool)
-            of_all[np.flatnonzero(self.active)[mine]] = True
+            of_all[np.flatnonzero(self.active)[selected]] = True
             yield of_all, ref, byte // ref.cells.itemsize
 
     def load_pointed(self, pointer: Value, behind: int, count: int, type: Type, relaxed=False) -> list:
@@ -233,7 +233,7 @@ class Machine:
                 assert (at % len(words) == 0).all(), "not aligned"
                 self.store_cells(ref, at, np.stack([self.of_active(word) for word in words], axis=-1))
                 message_of[at[:, None] + np.arange(len(words))] = len(self.messages)
-                self.messages.append(self.clocks.told())
+                self.messages.append(self.clocks.snapshot())
 
     def _receive(self, ref: Ref, at: np.ndarray):
         if id(ref) not in self.message_of:
@@ -295,14 +295,14 @@ class Machine:
         for _, block, (at,) in self.at_blocks(address):
             assert any(ref.address <= at < ref.address + 4 * ref.cells.shape[1] for ref in self.scratch)
             assert at % 8 == 0
-            self.turns.setdefault(at, Turns(self.blocks)).told[block] = 0
+            self.turns.setdefault(at, Turns(self.blocks)).snapshot[block] = 0
 
     def mbarrier_expect(self, address: Value, count: Value):
         for thread, block, (at, size) in self.at_blocks(address, count):
             turns = self.turns[at]
             assert not turns.arrived[block], "announced before the last turn was over"
             turns.arrived[block], turns.announced[block] = True, size
-            turns.told[block] = self.clocks.told(self.warp[thread])
+            turns.snapshot[block] = self.clocks.snapshot(self.warp[thread])
             self.clocks.now += 1
 
     def copy_bulk(self, to: Value, source: Value, count: Value, address: Value):
@@ -318,14 +318,14 @@ class Machine:
             self.shared_words.write(words, np.full(len(words), self.warp[thread]))
             self.shared[block, to_byte : to_byte + size] = 0xFF
             turns.copies[block].append((to_byte, data.copy()))
-            turns.told[block] = np.maximum(self.clocks.told(self.warp[thread]), turns.told[block])
+            turns.snapshot[block] = np.maximum(self.clocks.snapshot(self.warp[thread]), turns.snapshot[block])
             self.clocks.now += 1
 
     def mbarrier_wait(self, address: Value, parity: Value):
         addresses, parities = (v.of_threads(len(self.all)) for v in (address, parity))
         for block in np.unique(self.block[self.active]):
-            mine = self.active & (self.block == block)
-            (at,), (p,) = np.unique(addresses[mine]), np.unique(parities[mine])
+            selected = self.active & (self.block == block)
+            (at,), (p,) = np.unique(addresses[selected]), np.unique(parities[selected])
             turns = self.turns[at]
             if turns.arrived[block]:
                 sent = sum(len(data) for _, data in turns.copies[block])
@@ -336,5 +336,7 @@ class Machine:
                     turns.completed[block] += 1
                     turns.arrived[block], turns.copies[block] = False, []
             assert turns.completed[block] % 2 != p, "waits for a copy that nobody asked for"
-            warps = np.unique(self.warp[mine])
-            self.clocks.learn(warps, np.broadcast_to(turns.told[block], (len(warps), len(self.clocks.known))))
+            warps = np.unique(self.warp[selected])
+            self.clocks.learn(
+                warps, np.broadcast_to(turns.snapshot[block], (len(warps), len(self.clocks.known)))
+            )

@@ -22,19 +22,19 @@ class Clocks:
     def _own(self):
         np.fill_diagonal(self.known, OWN)
 
-    def told(self, warp=slice(None)) -> np.ndarray:
+    def snapshot(self, warp=slice(None)) -> np.ndarray:
         """What one learns of warps by a message that they send now."""
         return np.minimum(self.known[warp], self.now)
 
-    def learn(self, warps, told):
-        np.maximum.at(self.known, warps, told)
+    def learn(self, warps, snapshot):
+        np.maximum.at(self.known, warps, snapshot)
         self._own()
 
     def barrier(self, groups, warps: int):
         """Of groups of so many neighbouring warps, by their numbers."""
         for group in groups:
-            mine = slice(group * warps, (group + 1) * warps)
-            self.known[mine] = self.told(mine).max(axis=0)
+            group_warps = slice(group * warps, (group + 1) * warps)
+            self.known[group_warps] = self.snapshot(group_warps).max(axis=0)
         self._own()
         self.now += 1
 
