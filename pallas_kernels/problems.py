@@ -64,13 +64,14 @@ class Attention:
 
     window, scale, softcap  of scores (attention/scores.py)
     rotated  values of a head that rope turns; None: all; 0: none
+    sinks    whether each query head has one (attention/reference.py)
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
     """
 
     CALL: ClassVar[str] = (
-        "q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap"
+        "q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap, sinks"
     )
     platform: str
     phase: Literal["decode", "prefill"]
@@ -83,6 +84,7 @@ class Attention:
     scale: float | None = None
     softcap: float | None = None
     rotated: int | None = None
+    sinks: bool = False
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"

@@ -158,6 +158,8 @@ def _plain_scores(problem: Attention) -> str | None:
         return f"scores are capped at {problem.softcap}; the kernel does not bound them"
     if problem.rotated == 0:
         return "queries and keys are not rotated; the kernel rotates them in every layer"
+    if problem.sinks:
+        return "softmax has a sink for each query head; the kernel has none"
     return _attention(problem)
 
 

@@ -36,6 +36,7 @@ def attend(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, "L H"] | None = None,
     gated: bool = False,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
@@ -48,7 +49,7 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope; None: nothing is rotated (NoPE)
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
-    window, scale, softcap  as for `attention`
+    window, scale, softcap, sinks  as for `attention`
     gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
                multiplied by the sigmoid of the gate
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
@@ -111,11 +112,25 @@ def attend(
         elif rotation is not None:
             cos, sin = (x[:, 0] for x in rotation)
         gates_too = gated and gate is None
-        attends = functools.partial(
-            kernel, eps=eps, interleaved=interleaved, gated=gates_too, scores=Scores(window, scale, softcap)
-        )
+
+        def attends(sinks, *arrays):
+            return kernel(
+                *arrays, eps=eps, interleaved=interleaved, gated=gates_too, sinks=sinks,
+                scores=Scores(window, scale, softcap),
+            )  # fmt: skip
+
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(attends)(
-            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
+            sinks,
+            qkv[:, 0],
+            k_pages,
+            v_pages,
+            block_table,
+            positions[:, 0],
+            layer,
+            cos,
+            sin,
+            gammas,
+            workspace,
         )
         return _output(out[:, None], heads, taps, gate), k_pages, v_pages, None if workspace is None else used
     q, k, v = turned()
@@ -127,7 +142,7 @@ def attend(
     attends = functools.partial(attention, taps=taps) if inner else kernel
     out = attends(
         q, k_pages, v_pages, block_table, positions, layer,
-        num_keys=num_keys, window=window, scale=scale, softcap=softcap,
+        num_keys=num_keys, window=window, scale=scale, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return _output(out, heads, taps, gate), k_pages, v_pages, workspace
 

@@ -67,6 +67,7 @@ def decode_attention(
     gated=False,
     integers=False,
     scores=PLAIN,
+    sinks=None,
 ) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
 
@@ -109,6 +110,7 @@ def decode_attention(
             "table": block_table,
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "gammas": norms,
+            "sinks": sinks,
             "pages": pages,
             "workspace": workspace,
         },
@@ -128,7 +130,8 @@ def decode_attention(
 
 def _body(
     phase: "Attention", layout, slots: int,
-    *, qkv, rotation, positions, table, layer, gammas, pages, workspace, scratch_smem, slots_smem, **out,
+    *, qkv, rotation, positions, table, layer, gammas, sinks, pages, workspace, scratch_smem, slots_smem,
+    **out,
 ):  # fmt: skip
     """slots  that a warp has for keys and values in shared memory: two, if a multiprocessor has room for them
     with as many blocks as are to be on it at once"""
@@ -155,7 +158,7 @@ def _body(
         first = memory.shared_address(slots_smem) + warp * (slots * size)
         return first, first ^ (first + size) if slots == 2 else None
 
-    cache = Cache(layout, pages, table, positions, rotation, gammas)
+    cache = Cache(layout, pages, table, positions, rotation, gammas, sinks)
     layer = index(memory.load(layer, 0))
     # The layer before had another tag, and before the first there are zeros.
     exchange = Exchange(workspace, 0, integer(tag(layer)))
@@ -232,7 +235,10 @@ class Attention(Plan):
                 next_layer = next_layer, few
             work = LayerShare(self, cache, share, layer)
             warp_heads = attend(work, smem, slot, load_qkv, next_layer, asked)
-            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys)
+            sink = None
+            if cache.sinks is not None:
+                sink = lambda head: cache.sink(layer, share.heads * self.heads + head)  # noqa: E731
+            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys, sink)
 
     def ask(self, cache: Cache, bounds: Bounds, layer, slots, late):
         """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from pallas_kernels.attention.decode_plan import KEYS, Plan
+from pallas_kernels.attention.scores import LOG2_E
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, maximum, minimum
 
@@ -42,6 +43,7 @@ class Cache:
     pages     of keys, and of values: each a ref, or {field: ref}, as the layout says
     rotation  cos and sin, or None
     gammas    of q and of k, or None
+    sinks     of layers and query heads, or None
     """
 
     layout: ModuleType
@@ -50,6 +52,11 @@ class Cache:
     positions: Any
     rotation: Any
     gammas: Any
+    sinks: Any = None
+
+    def sink(self, layer, head):
+        """log2(e) times the sink of a query head in a layer."""
+        return memory.load(self.sinks, layer, head) * LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)

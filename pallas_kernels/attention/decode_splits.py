@@ -3,7 +3,8 @@
     warps' (m, l, o)    -> shared memory -> the split's
     splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part
 
-m is the largest score, l the sum of weights 2^(score - m), o the weighted values. Splits meet without a
+m is the largest score, l the sum of weights 2^(score - m), o the weighted values. A head's sink has no value:
+its weight joins l once, where o is divided by it. Splits meet without a
 barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 """
 
@@ -78,27 +79,29 @@ class Block:
         weights = [lanes.exp2(m - largest) for m in maxima]
         return largest, weighted(weights, totals), weights
 
-    def several(self, element, count: int) -> tuple[list, Any, Any]:
-        """Outputs of `count` (1, 2 or 4) neighbouring elements of [heads, head_dim], 0 without keys; m and l
-        of their head."""
-        plan = self.plan
-        largest, total, weights = self.combined(element // plan.head_dim)
+    def several(self, element, count: int, sink=None) -> tuple[list, Any, Any]:
+        """Outputs of `count` (1, 2 or 4) neighbouring elements of [heads, head_dim], 0 without keys, with
+        `sink` as for `combine`; m and l of their head."""
+        plan, head = self.plan, element // self.plan.head_dim
+        largest, total, weights = self.combined(head)
+        divisor = with_sink(total, largest, sink, head)
         at, size = self._spread(element) + self.begin, plan.heads * plan.head_dim
         sums = [memory.load_reals(count, self.smem, [at + w * size]) for w in range(plan.team)]
-        outputs = [quotient(weighted(weights, warps), total) for warps in zip(*sums, strict=True)]
+        outputs = [quotient(weighted(weights, warps), divisor) for warps in zip(*sums, strict=True)]
         return outputs, largest, total
 
-    def outputs(self, use):
-        """use(first element, outputs, m, l) for this thread's neighbouring elements of [heads, head_dim]."""
+    def outputs(self, use, sink=None):
+        """use(first element, outputs, m, l), the last three by `several`, for this thread's neighbouring
+        elements of [heads, head_dim]."""
         size, threads = self.plan.heads * self.plan.head_dim, 32 * self.plan.team
         count = next(n for n in (1, 2, 4) if n * threads >= size or n == 4)
         for first in range(0, size, threads * count):
             element = self.thread * count + first
             if first + threads * count <= size:
-                use(element, *self.several(element, count))
+                use(element, *self.several(element, count, sink))
                 continue
             with lanes.when(element < size):
-                use(element, *self.several(element, count))
+                use(element, *self.several(element, count, sink))
 
 
 def weighted(weights: Sequence, values: Sequence):
@@ -110,12 +113,19 @@ def quotient(x, total):
     return select(total > 0.0, x * lanes.reciprocal(total), 0.0)
 
 
+def with_sink(total, largest, sink, head):
+    """A head's sum of weights, with its sink's."""
+    return total if sink is None else total + lanes.exp2(sink(head) - largest)
+
+
 def combine(
-    plan: Plan, share: Share, smem, warp_heads, store_out, exchange: Exchange, pass_on=None, after_keys=None
+    plan: Plan, share: Share, smem, warp_heads, store_out, exchange: Exchange, pass_on=None, after_keys=None,
+    sink=None,
 ):  # fmt: skip
     """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
     output. A row's only split gives it to `pass_on` by warps, where that is not None; `after_keys` is called
-    when all warps have read their keys (decode.Attention.run)."""
+    when all warps have read their keys (decode.Attention.run); sink(head of the block) is log2(e) times its
+    sink, None: there are none."""
     size = plan.heads * plan.head_dim
     block = Block.store(plan, smem, warp_heads)
     if after_keys is not None:
@@ -127,11 +137,11 @@ def combine(
 
     def load(columns):
         """Outputs of columns of all heads, an index and a constant each."""
-        return [block.several(first - share.heads * size + more, 1)[0][0] for first, more in columns]
+        return [block.several(first - share.heads * size + more, 1, sink)[0][0] for first, more in columns]
 
     alone = share.splits == 1
     with lanes.when(alone):
-        block.outputs(store) if pass_on is None else pass_on(share.row, share.heads, load)
+        block.outputs(store, sink) if pass_on is None else pass_on(share.row, share.heads, load)
     if plan.splits == 1:
         return
     with lanes.when(~alone):
@@ -144,10 +154,10 @@ def combine(
                 exchange.send(begin + size + element // plan.head_dim, [log_total])
 
         block.outputs(send)
-        _make(plan, share, exchange, block.thread, store)
+        _make(plan, share, exchange, block.thread, store, sink)
 
 
-def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
+def _make(plan: Plan, share: Share, exchange: Exchange, thread, store, sink):
     """This split's part of the outputs, of all splits' results: as many lanes as there are splits have 4
     neighbouring outputs together."""
     size, splits = plan.heads * plan.head_dim, plan.splits
@@ -169,6 +179,6 @@ def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
         weights = [lanes.exp2(m - largest) for m in totals]
         sums = [added(weights), *(weighted(weights, loaded[i::5]) for i in range(4))]
         total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
-        inverse = lanes.reciprocal(total)
+        inverse = lanes.reciprocal(with_sink(total, largest, sink, head))
         with lanes.when(exists & (lane == 0)):
             store(element, [output * inverse for output in outputs])

@@ -29,16 +29,17 @@ def run_by(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The `run` (problems.Attention) of a kernel that multiplies pages of 16 bits as they are stored, for a
     cache of any layout that has PREFILL."""
 
-    def op(scores: Scores, q, k_pages, v_pages, block_table, positions, layer):
+    def op(scores: Scores, sinks, q, k_pages, v_pages, block_table, positions, layer):
+        own_sinks = None if sinks is None else sinks[layer]
         if cache_layouts.name_of(k_pages) != cache_layouts.recognize(k_pages).PREFILL:
             k_pages, v_pages, block_table, layer = as_float16(
                 k_pages, v_pages, block_table, positions, layer, scores.window
             )
-        return kernel(q, k_pages, v_pages, block_table, positions, layer, scores)
+        return kernel(q, k_pages, v_pages, block_table, positions, layer, scores, own_sinks)
 
-    def run(*arrays, num_keys, window, scale, softcap) -> jax.Array:
+    def run(*arrays, num_keys, window, scale, softcap, sinks=None) -> jax.Array:
         attends = functools.partial(op, Scores(window, scale, softcap))
-        return jax.custom_batching.sequential_vmap(attends)(*arrays)
+        return jax.custom_batching.sequential_vmap(attends)(sinks, *arrays)
 
     return run
 

@@ -54,9 +54,10 @@ mma_attention = prefill_tiles.attention_by(_kernel, lambda head_dim: KEYS, parts
 
 
 def _body(
-    q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
-    *, k_smem, v_smem, tiles, layout, group, scores,
+    q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, *last_gmem,
+    k_smem, v_smem, tiles, layout, group, scores,
 ):  # fmt: skip
+    *sinks_gmem, out_gmem = last_gmem
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
     head = lax.axis_index("heads")
@@ -92,8 +93,8 @@ def _body(
 
     for first, end, masked in stretches:
         carry = lax.fori_loop(first, end, functools.partial(visit, masked=masked), carry)
-    out, _, total = carry
-    out_gmem[row, queries, head] = prefill_tiles.results(out, total, position)
+    sink = sinks_gmem[0][head] if sinks_gmem else None
+    out_gmem[row, queries, head] = prefill_tiles.results(*carry, position, sink)
 
 
 def _bring(numbers, source, table_gmem, target):

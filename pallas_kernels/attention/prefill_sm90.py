@@ -89,10 +89,11 @@ prefill_attention = prefill_tiles.attention_by(_kernel, keys_of_step, parts=2)
 
 
 def _body(
-    q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
-    *, q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
+    q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, *last_gmem,
+    q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
     tiles, blocks, layout, group, scores,
 ):  # fmt: skip
+    *sinks_gmem, out_gmem = last_gmem
     work = Work.share_out(q_gmem.shape, tiles, blocks, steps_gmem)
     keys, values = Slots(k_gmem, k_smem, k_full, k_free), Slots(v_gmem, v_smem, v_full, v_free)
     warpgroup = lax.axis_index("warpgroup")
@@ -100,7 +101,7 @@ def _body(
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        queries = Queries(warpgroup, q_gmem, positions_gmem, out_gmem, q_smem, q_full)
+        queries = Queries(warpgroup, q_gmem, positions_gmem, sinks_gmem, out_gmem, q_smem, q_full)
         _multiply(work, queries, keys, values, turn, layout, scores)
 
     @pl.when(warpgroup == 2)
@@ -174,11 +175,15 @@ class Slots:
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
-    """A warpgroup's queries: all of them in memory, and its own of an item in shared memory."""
+    """A warpgroup's queries: all of them in memory, and its own of an item in shared memory.
+
+    sinks_gmem  of heads; an empty list: there are none
+    """
 
     warpgroup: Any
     gmem: Any
     positions_gmem: Any
+    sinks_gmem: list
     out_gmem: Any
     smem: Any
     full: Any
@@ -256,12 +261,12 @@ def _multiply(
         step = functools.partial(visit, before=before, stop=stop, position=position)
         for first, end, masked in stretches:
             carry = lax.fori_loop(first, end, functools.partial(step, masked=masked), carry)
-        out, _, total = carry
         pl.when(i + 1 < work.rounds)(lambda: queries.bring(work, i + 1))
 
         @pl.when(exists)
         def _store():
-            queries.out_gmem[place] = prefill_tiles.results(out, total, position)
+            sink = queries.sinks_gmem[0][place[-1]] if queries.sinks_gmem else None
+            queries.out_gmem[place] = prefill_tiles.results(*carry, position, sink)
 
         return before + stop
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
-from pallas_kernels.attention.scores import PLAIN, Scores
+from pallas_kernels.attention.scores import LOG2_E, PLAIN, Scores
 
 QUERIES = 64  # of a part of a block: as many as one product has
 
@@ -69,16 +69,20 @@ def attention_by(make: Callable, step_keys: Callable[[int], int], parts: int) ->
     make       (queries of whole tiles, tiles, keywords) -> the kernel
     step_keys  head_dim -> keys that it visits at a time
     parts      of a block
+    sinks of the candidate are float32 [H], the layer's, or None.
     """
 
     @functools.partial(jax.jit, static_argnames="scores")
-    def attention(q, k_pages, v_pages, block_table, positions, layer, scores: Scores = PLAIN) -> jax.Array:
+    def attention(
+        q, k_pages, v_pages, block_table, positions, layer, scores: Scores = PLAIN, sinks=None
+    ) -> jax.Array:
         (T, H, D), kv_heads = q.shape[1:], k_pages.shape[3]
         tiles, layout = Tiles.share_out(q, kv_heads, parts), cache_layouts.recognize(k_pages)
         q, positions, steps = tiles.prepared(q, positions, step_keys(D), layout, scores)
         kernel = make(q, tiles, layout=layout, group=H // kv_heads, scores=scores)
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
-        return kernel(q, k_pages, v_pages, block_table, positions, steps, layer)[:, :T]
+        rest = () if sinks is None else (sinks * LOG2_E,)
+        return kernel(q, k_pages, v_pages, block_table, positions, steps, layer, *rest)[:, :T]
 
     return attention
 
@@ -106,8 +110,11 @@ def start_of_sums(D: int, layout) -> tuple:
     )
 
 
-def results(out, total, position):
-    """The outputs of queries at these positions: 0 for padding, which would be 0 / 0."""
+def results(out, maximum, total, position, sink=None):
+    """The outputs of queries at these positions: 0 for padding, which would be 0 / 0. `sink` is log2(e) times
+    their head's, or None."""
+    if sink is not None:
+        total += jnp.exp2(sink - maximum)
     seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0
     return jnp.where(seen, out / lax.broadcast_in_dim(total, out.shape, [0]), 0.0)
 

@@ -28,6 +28,7 @@ def attention(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: Float[Array, "L H"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> Float[Array, "B T H D"]:
     """Causal grouped-query attention of T queries a row against that row's pages.
@@ -44,6 +45,8 @@ def attention(
     window       sliding-window attention: a query sees itself and the window - 1 keys before it; None: all
     scale        None: 1 / sqrt(D)
     softcap      scores are softcap tanh(score / softcap), as in Gemma 2; None: they are not bounded
+    sinks        of each layer and query head a score, neither scaled nor capped, that joins the softmax as a
+                 key would whose value is 0 (gpt-oss): the sum of weights has exp(sink) more; None: no sinks
     taps         {name: x -> x}, what is done to "scores" (-inf where masked) and to "pattern", their softmax,
                  both [B, H, T, keys]; with them softmax is of all keys at once: num_keys if it is an int,
                  else as many as a row's pages hold
@@ -63,6 +66,11 @@ def attention(
     factor = Scores(window, scale, softcap).factor(D)
     if H % Hkv:
         raise ValueError(f"attention: {H} query heads do not divide into {Hkv} KV heads")
+    if sinks is not None and (sinks.ndim != 2 or sinks.shape[1] != H):
+        raise ValueError(
+            f"attention: sinks are {list(sinks.shape)}; give [layers, {H}], one for each query head"
+        )
+    sink = None if sinks is None else sinks[layer].astype(jnp.float32).reshape(Hkv, H // Hkv, 1)
     pages_per_block = min(max(1, KEYS_PER_BLOCK // page_size), block_table.shape[1])
     block = pages_per_block * page_size
     table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % pages_per_block)))
@@ -81,7 +89,7 @@ def attention(
         return jnp.where(visible[:, None, None], scores, -jnp.inf), v
 
     if "scores" in taps or "pattern" in taps:
-        return _at_once(*scored(0, block_table), num_keys, taps)
+        return _at_once(*scored(0, block_table), num_keys, sink, taps)
 
     def visit(i, carry):
         maximum, total, out = carry  # [B, Hkv, G, T], [B, Hkv, G, T], [B, Hkv, G, T, D]
@@ -99,7 +107,10 @@ def attention(
         return new_maximum, total, out
 
     heads = (B, Hkv, H // Hkv, T)
-    carry = (jnp.full(heads, -jnp.inf), jnp.zeros(heads), jnp.zeros((*heads, D)))
+    if sink is None:
+        carry = (jnp.full(heads, -jnp.inf), jnp.zeros(heads), jnp.zeros((*heads, D)))
+    else:  # the first key that every query sees
+        carry = (jnp.broadcast_to(sink, heads), jnp.ones(heads), jnp.zeros((*heads, D)))
     if table.shape[1] == pages_per_block:  # no loop: on a GPU its condition would go to the host and back
         _, total, out = visit(0, carry)
     else:
@@ -116,6 +127,7 @@ def _at_once(
     scores: Float[Array, "B Hkv G T S"],
     v: Float[Array, "B S Hkv D"],
     num_keys: int | Int[Array, ""],
+    sink: Float[Array, "Hkv G 1"] | None,
     taps: Mapping[str, Callable[[Array], Array]],
 ) -> Float[Array, "B T H D"]:
     """softmax(scores) v with taps on both; a query without a key gets 0."""
@@ -125,8 +137,13 @@ def _at_once(
     scores = scores.reshape(B, Hkv * G, T, S)
     scores = taps["scores"](scores) if "scores" in taps else scores
     maximum = jax.lax.stop_gradient(scores.max(-1, keepdims=True))
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(maximum), 0.0, maximum))
+    if sink is not None:
+        sink = sink.reshape(Hkv * G, 1, 1)
+        maximum = jnp.maximum(maximum, jax.lax.stop_gradient(sink))
+    base = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
+    weights = jnp.exp(scores - base)
     total = weights.sum(-1, keepdims=True)
+    total = total if sink is None else total + jnp.exp(sink - base)
     pattern = weights / jnp.where(total == 0, 1.0, total)
     pattern = taps["pattern"](pattern) if "pattern" in taps else pattern
     pattern = pattern.reshape(B, Hkv, G, T, S)

@@ -103,6 +103,7 @@ def run(
     window: int | None = None,
     scale: float | None = None,
     softcap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """float32 [B, T, H, D]: attention/reference.py's formula, with softcap tanh(scores / softcap) in
     place of the scores where there is a softcap. A sequence's own positions say where its keys end, so
@@ -112,15 +113,18 @@ def run(
     out, sums = jax.custom_batching.sequential_vmap(kernel)(
         q.astype(jnp.float32), k_pages, v_pages, block_table, positions, layer
     )
-    return combined(out, sums)
+    return combined(out, sums, None if sinks is None else sinks[layer[0]])
 
 
-def combined(out: jax.Array, sums: jax.Array) -> jax.Array:
-    """[B, T, H, D] of all shares. A query without keys gets 0."""
+def combined(out: jax.Array, sums: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """[B, T, H, D] of all shares, with the sinks [H] of a layer's heads. A query without keys gets 0."""
     maximum, total = sums[..., 0], sums[..., 1]
     largest = maximum.max(axis=0)
-    weights = jnp.exp(maximum - jnp.where(jnp.isneginf(largest), 0.0, largest))
+    largest = largest if sinks is None else jnp.maximum(largest, sinks)
+    base = jnp.where(jnp.isneginf(largest), 0.0, largest)
+    weights = jnp.exp(maximum - base)
     total = (weights * total).sum(axis=0)
+    total = total if sinks is None else total + jnp.exp(sinks - base)
     return (weights[..., None] * out).sum(axis=0) / jnp.where(total == 0, 1.0, total)[..., None]
 
 

@@ -2,7 +2,7 @@
 
 for each row and KV head, by one thread:
     scores of its query heads with every key            page by page, to the workspace
-    (softcap,) exp(score - largest), their sum          16 at a time
+    (softcap,) exp(score - largest), their sum          16 at a time, and the head's sink if it has one
     weighted sum of values, over the sum of weights     page by page
 """
 
@@ -44,6 +44,7 @@ class Kernel:
     group     query heads of a KV head
     head_dim  a multiple of 16
     scale, window, softcap  of scores (attention/scores.py)
+    sinks     whether each query head has one (attention/reference.py)
     """
 
     dtype: str
@@ -53,6 +54,7 @@ class Kernel:
     scale: float
     window: int | None
     softcap: float | None
+    sinks: bool = False
 
     def workspace(self, rows: int, kv_heads: int, keys: int) -> int:
         """float32 of it."""
@@ -68,7 +70,7 @@ def _module(kernel: Kernel, name: str) -> ir.Module:
     return ffi.handler(name, ffi.Phase(writer.parts, writer.part))
 
 
-# Arguments of the call.
+# Arguments of the call; sinks, float32 [layers, query heads], are the last where there are some.
 Q, POSITIONS, TABLE, LAYER, KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(8)
 
 
@@ -129,7 +131,8 @@ class _Writer:
                     largest[h].value = largest[h].value.called("llvm.maxnum", value)
 
             self._each(frame, KEYS, row, kv_head, first, end, score)
-            totals = {h: self._weights(own[h], end - first, largest[h].value) for h in heads}
+            sinks = {h: self._sink(frame, head + h) for h in heads}
+            totals = {h: self._weights(own[h], end - first, largest[h].value, sinks[h]) for h in heads}
             sums = {h: Variable(constant(b, wide, 0.0)) for h in heads}
 
             def add(s: Value, value: Value, scale: Value | None, own=own, sums=sums):
@@ -143,11 +146,23 @@ class _Writer:
                 out = sums[h].value * totals[h].splat(kernel.head_dim)
                 ffi.result(frame, 0).at(place[h]).store(out)
 
-    def _weights(self, scores: Value, count: Value, largest: Value) -> Value:
-        """exp(score - largest) in place of so many scores; 1 over their sum, 0 where there are none."""
+    def _sink(self, frame: Value, head: Value) -> Value | None:
+        """The sink of a query head, of all rows' heads by number."""
+        if not self.kernel.sinks:
+            return None
+        layer = ffi.argument(frame, LAYER).load(I32).signed(I64)
+        heads = ffi.size(frame, Q, 1)
+        sinks = ffi.argument(frame, KEY_SCALES if self.scale is None else VALUE_SCALES + 1)
+        return sinks.at((layer * heads + head % heads) * 4).load(F32)
+
+    def _weights(self, scores: Value, count: Value, largest: Value, sink: Value | None) -> Value:
+        """exp(score - largest) in place of so many scores; 1 over their sum, with the sink's weight in it, 0
+        where there are none."""
         b = scores.b
         wide = vector(F32, LANES)
         highest = self._capped(largest.splat(LANES))  # capping keeps the order
+        if sink is not None:
+            highest = highest.called("llvm.maxnum", sink.splat(LANES))
         total = Variable(constant(b, wide, 0.0))
         lanes = constant(b, vector(I32, LANES), np.arange(LANES))
         with loop(constant(b, I64, 0), count, LANES) as s:
@@ -157,6 +172,8 @@ class _Writer:
             scores.at(s * 4).store(values)
             total.value = total.value + values
         summed = total.value.sum()
+        if sink is not None:
+            summed = summed + exp(sink.splat(LANES) - highest).sum() * (1 / LANES)
         return summed.compared(">", 0.0).select(constant(b, F32, 1.0) / summed, 0.0)
 
     def _capped(self, scores: Value) -> Value:

@@ -11,7 +11,14 @@ from pallas_kernels import (
     device,
     problems,
 )
-from tests.pallas_kernels.test_attention_windows import DECODE, PREFILL, check_decode, check_prefill
+from tests.pallas_kernels.test_attention_windows import (
+    DECODE,
+    PREFILL,
+    SINKS,
+    check_decode,
+    check_prefill,
+    sinks_for,
+)
 from tests.pallas_kernels.test_cache_layouts import ROUNDING
 from tests.refused_cases import unless_refused
 
@@ -174,6 +181,24 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
 @pytest.mark.parametrize("tokens", [140, 600])
 def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size, tokens):
     check_prefill(impl, window, scale, softcap, sizes, depth, page_size, tokens)
+
+
+@pytest.mark.parametrize("case", SINKS)
+@pytest.mark.parametrize("layout", cache_layouts.names())
+def test_decode_has_sinks(layout, case):
+    *case, _ = case
+    check_decode(layout, *case, compiled=jax.jit, sinks=jnp.asarray(sinks_for(case[3][0])))
+
+
+@unless_refused(
+    lambda impl, layout, window, heads: (impl, prefill_problem(*heads, 64, 64, layout, window, sinks=True))
+)
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+@pytest.mark.parametrize("layout", ["float16", "int8"])
+@pytest.mark.parametrize(("window", "heads"), [(None, (8, 1)), (128, (64, 8)), (40, (3, 1))])
+def test_prompts_have_sinks(impl, layout, window, heads):
+    sinks = jnp.asarray(sinks_for(heads[0]))
+    check_prefill(impl, window, None, None, (*heads, 64), 300, 64, 300, layout, sinks)
 
 
 @unless_refused(lambda impl: (impl, prefill_problem(4, 2, 128, 64, "int8", window=100)))

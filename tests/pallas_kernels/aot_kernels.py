@@ -61,18 +61,19 @@ def pages_of(layout, *shape):
 
 
 def attention(
-    heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN
+    heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN,
+    sinks=False,
 ):  # fmt: skip
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
-    return functools.partial(
-        decode_attention, eps=1e-6, interleaved=not normed, gated=gated, scores=scores
-    ), (
+    rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": scores}
+    return lambda *arrays: decode_attention(*arrays[:-1], **rest, sinks=arrays[-1]), (
         jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
         jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
+        jax.ShapeDtypeStruct((4, heads), f32) if sinks else None,
     )  # fmt: skip
 
 
@@ -136,13 +137,13 @@ def seen_pages(layout, window=None):
     )
 
 
-def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN):
+def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN, sinks=False):
     i32, pages = jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
-    return functools.partial(kernel, scores=scores), (
+    return lambda *arrays: kernel(*arrays[:-1], scores=scores, sinks=arrays[-1]), (
         jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
-        jax.ShapeDtypeStruct((), i32),
+        jax.ShapeDtypeStruct((), i32), jax.ShapeDtypeStruct((heads,), jnp.float32) if sinks else None,
     )  # fmt: skip
 
 

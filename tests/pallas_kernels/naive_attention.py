@@ -3,8 +3,8 @@
 import numpy as np
 
 
-def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None):
-    """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D]."""
+def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None, sinks=None):
+    """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D], sinks [H]."""
     T, H, D = q.shape
     scale = 1 / np.sqrt(D) if scale is None else scale
     out = np.zeros((T, H, D))
@@ -17,6 +17,8 @@ def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None):
             keys, values = k[first : positions[t] + 1, kv_head], v[first : positions[t] + 1, kv_head]
             scores = scale * keys @ q[t, h]
             scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values
+            sink = -np.inf if sinks is None else float(sinks[h])
+            highest = max(scores.max(), sink)
+            weights = np.exp(scores - highest)
+            out[t, h] = weights / (weights.sum() + np.exp(sink - highest)) @ values
     return out

@@ -49,9 +49,11 @@ MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
 # One format of each layout.
 LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("int"))}.values())
 GEMMA_2, GEMMA_3 = Scores(4096, 144**-0.5, 50.0), Scores(1024)  # 27B's, and 4B's
+GPT_OSS = {"scores": Scores(128), "sinks": True}
 HOT = {
     **{f"{format} down": functools.partial(integers, format, 4096, 12288, 1, 1) for format in LAYOUTS},
     "many queries of windows, by mma": lambda: many_queries(mma_attention, 32, 16, 128, 2048, scores=GEMMA_2),
+    "many queries with sinks, by mma": lambda: many_queries(mma_attention, 64, 8, 64, 2048, **GPT_OSS),
     "many queries, by mma": lambda: many_queries(mma_attention, 32, 8, 128, 2048),
     "many queries of 64, by mma": lambda: many_queries(mma_attention, 14, 2, 64, 2048),
     "q4_k gate and up": lambda: integers("q4_k", 12288, 4096, 2, 1),
@@ -86,6 +88,7 @@ HOT = {
     "delta step, 16 rows, gates made": lambda: delta_step(16, gates_made=True),
     "attention of a window": lambda: attention(32, 16, 128, False, "float16", scores=GEMMA_2),
     "attention of a window, 256 wide, int8": lambda: attention(8, 4, 256, True, "int8", scores=GEMMA_3),
+    "attention with sinks": lambda: attention(64, 8, 64, False, "float16", **GPT_OSS),
     "pages of windows to float16": lambda: seen_pages("int8", window=1024),
     "attention, 256 wide": lambda: attention(24, 4, 256, True, "float16", pairs=32, gated=True),
     "gate and up": lambda: product(12288, 4096, 2, 1),
@@ -148,6 +151,7 @@ HOT_ON_HOPPER = {
     "attention, 64 rows, int8": lambda: attention(32, 8, 128, True, "int8", rows=64),
     "attention, 256 rows": lambda: attention(32, 8, 128, True, "float16", rows=256),
     "many queries of windows": lambda: many_queries(prefill_attention, 32, 16, 128, 2048, scores=GEMMA_2),
+    "many queries with sinks": lambda: many_queries(prefill_attention, 64, 8, 64, 2048, **GPT_OSS),
     "many queries of 256, windows": lambda: many_queries(prefill_attention, 8, 4, 256, 2048, scores=GEMMA_3),
     "many queries": lambda: many_queries(prefill_attention, 32, 8, 128, 2048),
     "delta chunks": lambda: delta_chunks(2048),

@@ -1,5 +1,6 @@
-"""Windows, scales and softcaps of scores: every kernel of attention against numpy in float64, on a cache that
-stores a window's pages as a ring. What lies outside of a row's window is large, and would be seen."""
+"""Windows, scales, softcaps and sinks of scores: every kernel of attention against numpy in float64, on a
+cache that stores a window's pages as a ring. What lies outside of a row's window is large, and would be
+seen."""
 
 import functools
 from unittest import mock
@@ -71,7 +72,9 @@ DECODE = [
 LAYOUTS = cache_layouts.names()
 
 
-def check_decode(layout, window, scale, softcap, sizes, lengths, page_size, compiled=lambda f: f):
+def check_decode(
+    layout, window, scale, softcap, sizes, lengths, page_size, compiled=lambda f: f, sinks=None
+):  # fmt: skip
     """The kernel, `compiled`, against numpy; heads of 256 have gates."""
     (H, Hkv, D), gated = sizes, sizes[2] == 256
     rng, B, positions = np.random.default_rng(H + D + page_size), len(lengths), np.array(lengths)[:, None]
@@ -80,7 +83,7 @@ def check_decode(layout, window, scale, softcap, sizes, lengths, page_size, comp
     op = functools.partial(
         attend, rotation=(np.ones((B, 1, D // 2), np.float32), np.zeros((B, 1, D // 2), np.float32)),
         interleaved=False, norms=(None, None), eps=1e-6, num_keys=table.shape[1] * page_size, impl="decode",
-        window=window, scale=scale, softcap=softcap, gated=gated,
+        window=window, scale=scale, softcap=softcap, gated=gated, sinks=sinks,
     )  # fmt: skip
     out, *_ = compiled(op)(qkv.reshape(B, 1, -1), k_pages, v_pages, table, positions.astype(np.int32), 1)
     as_stored = lambda x: np.float64(numbers_of(pages_of(layout, x[None])))[0]  # noqa: E731
@@ -90,8 +93,8 @@ def check_decode(layout, window, scale, softcap, sizes, lengths, page_size, comp
         if length >= 0:
             keys[row, length] = as_stored(np.asarray(rotate(new[row, :Hkv])))
             values[row, length] = as_stored(new[row, Hkv:])
-        query = np.float64(rotate(q[row, :, :, 0]))
-        want = naive_attention(query, keys[row], values[row], positions[row], window, scale, softcap)
+        query, own = np.float64(rotate(q[row, :, :, 0])), None if sinks is None else sinks[1]
+        want = naive_attention(query, keys[row], values[row], positions[row], window, scale, softcap, own)
         want = want / (1 + np.exp(-np.float64(q[row, :, :, 1]))) if gated else want
         np.testing.assert_allclose(
             out[row, 0], want.reshape(-1), atol=max(5e-5, 1.28 * ROUNDING[layout]), rtol=1e-5
@@ -107,6 +110,33 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
         check_decode(layout, window, scale, softcap, sizes, lengths, page_size)
 
 
+def sinks_for(heads):
+    """Of two layers, the first not a number: beside every size of scores, and far above and below them."""
+    sinks = np.resize(np.array([0.5, 3.0, -2.0, 9.0, -40.0, 60.0], np.float32), heads)
+    return np.stack([np.full_like(sinks, np.nan), sinks])
+
+
+# One split and several, a ring, teams of a warp and of four, gates, heads in two columns and in one.
+SINKS = [
+    (None, None, None, (4, 1, 64), [300, 5, 0, -1], 16, 8),
+    (20, None, None, (8, 1, 64), [59, 0, -1, 300], 16, 12),
+    (300, 0.2, 3.0, (6, 1, 256), [900, 299], 16, 8),
+    (70, 0.3, None, (4, 1, 64), [209, 300, -1], 64, 2),
+    (20, None, 2.0, (4, 1, 128), [59, 0, -1, 33, 16, 300, 7], 16, 1),
+]
+
+
+@pytest.mark.parametrize(
+    ("layout", "window", "scale", "softcap", "sizes", "lengths", "page_size", "most"),
+    [(LAYOUTS[i % len(LAYOUTS)], *case) for i, case in enumerate(SINKS)],
+)
+def test_decode_has_sinks(layout, window, scale, softcap, sizes, lengths, page_size, most):
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        check_decode(
+            layout, window, scale, softcap, sizes, lengths, page_size, sinks=sinks_for(sizes[0])
+        )  # fmt: skip
+
+
 PREFILL = [
     (1, None, None, (2, 1, 64), 150, 64),
     (40, None, None, (2, 2, 64), 150, 64),
@@ -119,7 +149,9 @@ PREFILL = [
 ]
 
 
-def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layout="bfloat16"):
+def check_prefill(
+    impl, window, scale, softcap, sizes, depth, page_size, T, layout="bfloat16", sinks=None
+):  # fmt: skip
     """A prompt's chunk of T tokens after `depth`, a shorter one, and padding, against numpy."""
     (H, Hkv, D), rng = sizes, np.random.default_rng(depth)
     positions = np.where(np.arange(T) < np.array([[T], [37]]), np.array([[depth], [5]]) + np.arange(T), -1)
@@ -127,10 +159,11 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
     q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
     arguments = q, k_pages, v_pages, table, positions.astype(np.int32), 1
     rest = {"num_keys": depth + T, "window": window, "scale": scale, "softcap": softcap}
-    got = np.float64(RUNS[impl](*arguments, **rest))
+    got = np.float64(RUNS[impl](*arguments, **rest, sinks=sinks))
+    own = None if sinks is None else sinks[1]
     rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
-        want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap)
+        want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap, own)
         assert np.linalg.norm(got[row] - want) < 1.024 * rounding * np.linalg.norm(want)
         assert not got[row][positions[row] < 0].any()
 
@@ -151,6 +184,16 @@ def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, pa
     with interpreted():
         layout = prefill_layout(window)
         check_prefill(impl, window, scale, softcap, sizes, depth, page_size, 140, layout)
+
+
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+@pytest.mark.parametrize(
+    ("window", "softcap", "heads", "depth"), [(None, 3.0, (2, 1), 90), (128, None, (3, 1), 150)]
+)
+def test_prefill_has_sinks(impl, window, softcap, heads, depth):
+    with interpreted():
+        sinks = sinks_for(heads[0])
+        check_prefill(impl, window, None, softcap, (*heads, 64), depth, 64, 140, "float16", sinks)
 
 
 def without_pages(pages, table, row, count):

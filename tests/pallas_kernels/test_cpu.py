@@ -296,22 +296,26 @@ HEADS = {
 
 @pytest.mark.parametrize("dtype", HEADS)
 def test_attention_of_one_query_is_numpys(dtype):
-    """Shuffled pages, a row that is padding, a window, a scale, a softcap."""
+    """Shuffled pages, a row that is padding, a window, a scale, a softcap, sinks."""
     heads, kv_heads, head_dim, window, scale, softcap = HEADS[dtype]
-    rng = np.random.default_rng(12)
+    rng, sinks = np.random.default_rng(12), None
+    if dtype in ("float32", "int8"):
+        sinks = np.resize(np.array([0.5, 4.0, -30.0], np.float32), (2, heads))
     k, v = (pages_of(dtype, np.float32(rng.standard_normal((2, 15, 8, kv_heads, head_dim)))) for _ in "kv")
     q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
     table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
     got = cpu.run(
         jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
         num_keys=40, window=window, scale=scale, softcap=softcap,
+        sinks=None if sinks is None else jnp.asarray(sinks),
     )  # fmt: skip
     assert not np.asarray(got[0]).any()
     for row in (1, 2):
         keys, values = (
             np.float64(numbers_of(pages))[1, table[row]].reshape(40, kv_heads, head_dim) for pages in (k, v)
         )
-        want = naive_attention(q[row], keys, values, positions[row], window, scale, softcap)
+        own = None if sinks is None else sinks[1]
+        want = naive_attention(q[row], keys, values, positions[row], window, scale, softcap, own)
         assert error(got[row], want) < 1e-6
 
 
@@ -320,8 +324,9 @@ def test_attention_under_vmap_and_grad():
     k, v = (jnp.asarray(rng.standard_normal((1, 3, 8, 2, 16)), jnp.float32) for _ in "kv")
     q = jnp.asarray(rng.standard_normal((4, 1, 1, 4, 16)), jnp.float32)
     places = jnp.arange(3)[None], jnp.array([[20]]), 0
-    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
-    exact = lambda q, v: attention(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
+    rest = {"num_keys": 24, "softcap": 2.0, "sinks": jnp.array([[0.5, 2.0, -1.0, 0.0]])}
+    one = lambda q, v: cpu.run(q, k, v, *places, **rest)  # noqa: E731
+    exact = lambda q, v: attention(q, k, v, *places, **rest)  # noqa: E731
     got, want = (jax.jit(jax.vmap(f, (0, None)))(q, v) for f in (one, exact))
     assert error(got, np.asarray(want, np.float64)) < 1e-6
     got, want = (jax.jit(jax.grad(lambda v, f=f: (f(q[0], v) ** 2).sum()))(v) for f in (one, exact))

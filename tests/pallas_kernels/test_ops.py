@@ -197,11 +197,17 @@ def test_quantize_then_multiply_is_near_the_exact_product():
     [(4, 2, 64, 16, 3, 0), (6, 1, 128, 64, 9, 1), (3, 3, 32, 7, 50, 2)],
 )
 @pytest.mark.parametrize(
-    ("window", "scale", "softcap"),
-    [(None, None, None), (1, None, 0.5), (20, 0.3, None), (300, None, 2.0), (10_000, 0.25, None)],
+    ("window", "scale", "softcap", "sink"),
+    [
+        (None, None, None, None),
+        (1, None, 0.5, None),
+        (20, 0.3, None, 1.0),
+        (300, None, 2.0, None),
+        (10_000, 0.25, None, -1.0),
+    ],
 )
 def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
-    H, Hkv, D, page_size, pages, seed, window, scale, softcap
+    H, Hkv, D, page_size, pages, seed, window, scale, softcap, sink
 ):
     rng = np.random.default_rng(seed)
     B, T, L, capacity = 2, 5, 2, pages * page_size
@@ -216,7 +222,9 @@ def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
     positions[0, -2:] = -1  # padding
     f32 = [jnp.asarray(a, jnp.float32) for a in (q, k_pages, v_pages)]
     ints = [jnp.asarray(a, jnp.int32) for a in (table, positions)]
-    op = functools.partial(attention, window=window, scale=scale, softcap=softcap)
+    sinks = None if sink is None else np.float32(sink * np.arange(2 * H).reshape(2, H))
+    own, given = (None, None) if sinks is None else (sinks[1], jnp.asarray(sinks))
+    op = functools.partial(attention, window=window, scale=scale, softcap=softcap, sinks=given)
     num_keys = int(positions.max()) + 1  # known while it is traced, and not
     for keys in (
         jax.jit(functools.partial(op, num_keys=num_keys)),
@@ -224,11 +232,11 @@ def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
     ):
         got = keys(*f32, *ints, jnp.int32(1))
         for b in range(B):
-            want = naive_attention(q[b], k[b], v[b], positions[b], window, scale, softcap)
+            want = naive_attention(q[b], k[b], v[b], positions[b], window, scale, softcap, own)
             np.testing.assert_allclose(got[b], want, atol=2e-6)
 
 
-def test_attend_hands_on_window_scale_and_softcap():
+def test_attend_hands_on_window_scale_softcap_and_sinks():
     rng = np.random.default_rng(3)
     B, T, H, Hkv, D, page_size, pages = 1, 9, 4, 2, 16, 4, 3
     qkv = rng.standard_normal((B, T, H + 2 * Hkv, D))
@@ -238,10 +246,13 @@ def test_attend_hands_on_window_scale_and_softcap():
         attend, jnp.asarray(qkv, jnp.float32).reshape(B, T, -1), cache, cache, jnp.asarray(table),
         jnp.asarray(positions), 1, rotation=(jnp.ones((B, T, D // 2)), jnp.zeros((B, T, D // 2))),
         interleaved=False, norms=(None, None), eps=0.0, num_keys=T, window=3, scale=0.7, softcap=1.5,
+        sinks=jnp.arange(2 * H, dtype=jnp.float32).reshape(2, H) - 4,
     )  # fmt: skip
     q, k, v = np.split(qkv[0], (H, H + Hkv), axis=1)
-    want = naive_attention(q, k, v, positions[0], 3, 0.7, 1.5)
+    want = naive_attention(q, k, v, positions[0], 3, 0.7, 1.5, np.arange(H))
     np.testing.assert_allclose(op()[0][0].reshape(T, H, D), want, atol=2e-6)
+    keep = {"scores": lambda x: x, "pattern": lambda x: x}  # which computes all keys at once
+    np.testing.assert_allclose(op(taps=keep)[0][0].reshape(T, H, D), want, atol=2e-6)
 
 
 def test_attention_of_known_length_can_be_differentiated():

@@ -207,7 +207,9 @@ def test_tokens_are_drawn_by_a_kernel_on_every_gpu_since_ampere(platform, taken)
 def test_attention_of_other_widths_is_the_references(phase):
     llama = Attention("sm_90", phase, 32, 8, 128, 64, "bfloat16")
     assert choose(llama) != "reference"
-    assert choose(dataclasses.replace(llama, window=512, scale=0.5, softcap=50.0)) == choose(llama)
+    assert choose(dataclasses.replace(llama, window=512, scale=0.5, softcap=50.0, sinks=True)) == choose(
+        llama
+    )
     assert choose(dataclasses.replace(llama, head_dim=80)) == "reference"
 
 
@@ -247,6 +249,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
         ({"attention": dataclasses.replace(STEP.attention, softcap=50.0)}, "scores are capped at 50.0"),
         ({"attention": dataclasses.replace(STEP.attention, rotated=0)}, "queries and keys are not rotated"),
+        ({"attention": dataclasses.replace(STEP.attention, sinks=True)}, "softmax has a sink"),
         (
             {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
             "not all layers' weights are Q1_0, joined by layer: q4_k",
@@ -425,7 +428,9 @@ def test_a_registered_candidate_is_explained_chosen_and_called(register):
 
 
 def test_a_registered_candidate_attends(register):
-    def attends(q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap):
+    def attends(
+        q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap, sinks
+    ):  # fmt: skip
         return jnp.full(q.shape, 2.0) * (scale or 1.0)
 
     refuses = lambda problem: None if problem.head_dim == 80 else "is for heads of 80"  # noqa: E731

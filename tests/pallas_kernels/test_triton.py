@@ -25,7 +25,10 @@ by_compiler = pytest.mark.skipif(INTERPRETS, reason="runs without TRITON_INTERPR
 
 # Query heads, KV heads, head_dim, the last as in Phi-3-mini, StableLM 3B and MobileLLM.
 HEADS = [(2, 2, 96), (4, 2, 80), (7, 1, 112)]
-OPTIONS = [{}, {"softcap": 20.0}, {"window": 37}, {"window": 5, "softcap": 3.0, "scale": 0.3}]
+OPTIONS = [
+    {}, {"softcap": 20.0}, {"window": 37}, {"window": 5, "softcap": 3.0, "scale": 0.3},
+    {"window": 37, "sinks": (2.0, -1.0, 40.0, -30.0)},
+]  # fmt: skip
 
 
 def case(heads, tokens, dtype, lengths, page_size=16, layers=2, seed=0):
@@ -47,7 +50,9 @@ def case(heads, tokens, dtype, lengths, page_size=16, layers=2, seed=0):
     return q, *(jnp.asarray(x, dtype) for x in (k, v)), table, positions, np.array([1], np.int32)
 
 
-def expected(q, k_pages, v_pages, table, positions, layer, *, window=None, scale=None, softcap=None):
+def expected(
+    q, k_pages, v_pages, table, positions, layer, *, window=None, scale=None, softcap=None, sinks=None
+):  # fmt: skip
     """float64, key by key."""
     q, (k, v) = q.astype(np.float64), (np.asarray(x[1], np.float64) for x in (k_pages, v_pages))
     B, T, H, D = q.shape
@@ -59,8 +64,9 @@ def expected(q, k_pages, v_pages, table, positions, layer, *, window=None, scale
             at = table[row, keys // page_size], keys % page_size, head // group
             scores = k[at] @ q[row, t, head] * (D**-0.5 if scale is None else scale)
             scores = softcap * np.tanh(scores / softcap) if softcap else scores
-            weights = np.exp(scores - scores.max())
-            out[row, t, head] = weights @ v[at] / weights.sum()
+            sink = -np.inf if sinks is None else sinks[head % 4]
+            weights = np.exp(scores - (highest := max(scores.max(), sink)))
+            out[row, t, head] = weights @ v[at] / (weights.sum() + np.exp(sink - highest))
     return out
 
 
@@ -77,7 +83,9 @@ class _Array:
         return self.values.ctypes.data
 
 
-def interpreted(q, k_pages, v_pages, table, positions, layer, *, window=None, scale=None, softcap=None):
+def interpreted(
+    q, k_pages, v_pages, table, positions, layer, *, window=None, scale=None, softcap=None, sinks=None
+):  # fmt: skip
     from triton.runtime.interpreter import GridExecutor
 
     from pallas_kernels.attention import triton as kernel
@@ -96,7 +104,8 @@ def interpreted(q, k_pages, v_pages, table, positions, layer, *, window=None, sc
     results = [_Array(out), _Array(sums)]
     function = kernel.paged_attention
     OnHost(function.rewrite(), function.arg_names, grid)(*arrays, *results, **constants)
-    return np.asarray(kernel.combined(jnp.asarray(results[0].values), jnp.asarray(results[1].values)))
+    sinks = None if sinks is None else jnp.asarray(np.resize(np.array(sinks, np.float32), q.shape[2]))
+    return np.asarray(kernel.combined(*(jnp.asarray(r.values) for r in results), sinks))
 
 
 @by_interpreter

@@ -29,7 +29,7 @@ from pallas_kernels.cache_layouts import Pages
 PRODUCTS = ("qkv", "o")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = (
     "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale", "softcap", "gated",
-    "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
+    "sinks", "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
 )  # fmt: skip
 SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 
@@ -45,6 +45,7 @@ class Attention:
     softcap  scores become c tanh(scores / c); None: they stay as they are
     gated    outputs are multiplied by the sigmoid of a gate as wide, which W_q makes too: for each head its
              query, then its gate
+    sinks    whether each query head has a learnt score that joins the softmax (gpt-oss)
     """
 
     num_heads: int
@@ -55,6 +56,7 @@ class Attention:
     scale: float | None = None
     softcap: float | None = None
     gated: bool = False
+    sinks: bool = False
 
     kind = "attention"
 
@@ -105,7 +107,7 @@ class Attention:
             return even_runs(self.q_rows, parts)
         if axis == "head inputs":
             return even_runs(self.q_width, parts)
-        if axis == "q head norms":
+        if axis in ("q head norms", "sinks"):
             return even_runs(self.num_heads, parts)
         # Where there are fewer KV heads than devices, several devices have the same one.
         width = 1 if axis == "k head norms" else self.head_dim  # else "kv heads", values of all
@@ -124,7 +126,10 @@ class Attention:
         sizes = (self.num_heads, self.num_kv_heads, self.head_dim, run.page_size, str(run.cache_dtype))
         turned = 0 if self.rope is None else self.rope.dim
         rotated = None if turned == self.head_dim else turned
-        rest = {"window": self.window, "scale": self.scale, "softcap": self.softcap, "rotated": rotated}
+        rest = {
+            "window": self.window, "scale": self.scale, "softcap": self.softcap, "rotated": rotated,
+            "sinks": self.sinks,
+        }  # fmt: skip
         return (
             problems.Attention(device.platform(), "decode", *sizes, **rest),
             problems.Attention(device.platform(), "prefill", *sizes, **rest),
@@ -222,6 +227,7 @@ TENSORS = {
              ("q head norms", None), plain=True),
         Spec("k_head_norms", "attn_k_norm.weight", "self_attn.k_norm.weight", ("num_kv_heads", "head_dim"),
              ("k head norms", None), plain=True),
+        Spec("sinks", "attn_sinks.weight", "self_attn.sinks", ("num_heads",), ("sinks",)),
         Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"),
              (None, "head inputs")),
         Spec("sub_norm", "attn_sub_norm.weight", "self_attn.attn_sub_norm.weight", ("q_width",),
@@ -242,6 +248,7 @@ class Weights(struct.PyTreeNode):
     q_row_norm, k_row_norm      the same of all heads of a token together
     q_head_norms, k_head_norms  the same of each head, by weights of its own
     sub_norm   of attention's output, before W_o
+    sinks      a score of each query head, which joins its softmax
     post_norm  of what the layer adds to x
     """
 
@@ -256,6 +263,7 @@ class Weights(struct.PyTreeNode):
     q_head_norms: Float[Array, "L Hq D"] | None = None
     k_head_norms: Float[Array, "L Hkv D"] | None = None
     sub_norm: Float[Array, "L Q"] | None = None
+    sinks: Float[Array, "L heads"] | None = None
     post_norm: Float[Array, "L H"] | None = None
 
     @property
@@ -388,7 +396,7 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
         interleaved=rope is not None and rope.interleaved, norms=_qk_norms(place), eps=place.eps,
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
         scale=settings.scale, softcap=settings.softcap, gated=settings.gated, workspace=workspace,
-        taps=place.taps,
+        taps=place.taps, sinks=w.sinks,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
 
