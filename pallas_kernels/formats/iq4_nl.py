@@ -27,9 +27,9 @@ def dequantize(block):
 
 @dataclasses.dataclass(frozen=True)
 class Selectors(tiles.Words):
-    """Codes of 4 bits as `prmt` wants them: in vector v the low half of a word has four neighbours of group 2
-    v and the high half four of group 2 v + 1, a nibble each, in which bit 0 of the code comes on top of bits
-    3-1."""
+    """Codes of 4 bits as `prmt` wants them: the low half of a word has four neighbours of one group and the
+    high half four of another, a nibble each, in which bit 0 of the code comes on top of bits 3-1. Groups of
+    32: vector v has groups 2 v and 2 v + 1. Groups of 16: 4 v to 4 v + 3, the first two in the low halves."""
 
     def tiled(self, codes):
         words = super().tiled(codes >> 1 | (codes & 1) << 3)
@@ -45,7 +45,21 @@ class Selectors(tiles.Words):
         return codes << 1 & 15 | codes >> 3
 
     def integers(self, vectors):
-        """`prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set
+        look_up, each = self.table(), 4 // self.sizes[2]
+        groups = []
+        for vector in vectors:
+            pair = [], []
+            for word in vector:
+                other = word ^ 0x88888888
+                for group, right in zip(pair, (0, 16), strict=True):
+                    group.append(look_up(word >> right, other >> right))
+            groups += [tiles.Integers(half[i : i + each]) for half in pair for i in range(0, 4, each)]
+        return groups
+
+    def table(self):
+        """A function from a word of four nibbles, and the same with their top bits changed, to four bytes.
+
+        `prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set
         it returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and
         bits 3-1 of a code choose a pair. `even` has the pairs' even values xor s, which are not negative;
         `odd` has the odd values:
@@ -64,16 +78,7 @@ class Selectors(tiles.Words):
         sign = VALUES[0::2] >> 7
         assert (sign == VALUES[1::2] >> 7).all()
         even, odd = table(VALUES[0::2] ^ sign), table(VALUES[1::2].copy())
-        groups = []
-        for vector in vectors:
-            pair = [], []
-            for word in vector:
-                other = word ^ 0x88888888
-                for group, right in zip(pair, (0, 16), strict=True):
-                    first = lanes.chosen_bytes(*even, word >> right)
-                    group.append(first ^ lanes.chosen_bytes(*odd, other >> right))
-            groups += [tiles.Integers(group) for group in pair]
-        return groups
+        return lambda word, other: lanes.chosen_bytes(*even, word) ^ lanes.chosen_bytes(*odd, other)
 
 
 WORDS = Selectors(32, "00000000")

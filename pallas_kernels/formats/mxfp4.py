@@ -8,12 +8,15 @@ e u8 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight
 v is twice the four-bit float of one sign bit, two of exponent and one of mantissa.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import packing
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.iq4_nl import Selectors
 
 WEIGHTS = 32
 BLOCK = np.dtype([("e", "u1"), ("qs", "u1", 16)])
@@ -47,10 +50,73 @@ def _random_e(key, shape, scale):
 RANDOM = {"e": _random_e}
 
 
-def _vector_codes(load):
-    """Codes are v(q) + 12."""
-    v = [0, 1, 2, 3, 4, 6, 8, 12]
-    table = [12 + sign * value for sign in (1, -1) for value in v]
+VALUES = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint8)  # v(q) of q = 0 to 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Signs(Selectors):
+    """Codes as `prmt` wants them, the sign on top as it is."""
+
+    def tiled(self, codes):
+        return super().tiled(codes << 1 & 15 | codes >> 3)
+
+    def untiled(self, words, shape, weights):
+        codes = super().untiled(words, shape, weights)
+        return codes >> 1 | codes << 3 & 8
+
+    def table(self):
+        """`prmt` gives 0 for a nibble with the top bit, because no byte of the tables has it. So one of two
+        bytes is 0 and the other v + 12; 116 more makes v + 128, and the top bit turned v. No byte carries
+        over into the next."""
+        from pallas_kernels.gpu import lanes
+        from pallas_kernels.gpu.values import integer
+
+        def words(values):
+            low, high = map(int, values.astype(np.uint8).view("<u4"))
+            return lanes.in_register(low), integer(high)
+
+        above, below = words(12 + VALUES), words(12 - VALUES)
+        add = 116 * tiles.ONES
+
+        def look_up(word, other):
+            byte = lanes.chosen_bytes(*above, word) + lanes.chosen_bytes(*below, other)
+            return byte + add ^ 0x80808080
+
+        return look_up
+
+
+WORDS = Signs(32, "00000000")
+
+
+def tile(block):
+    """Blocks -> {"words": `Signs`, "scales": uint32 [*lead, N / 16, K / 256, 32]}, 4.25 bits a weight as in
+    the file. The bytes of lane 4 g + t are e of rows g and g + 8, each of groups 2 t and 2 t + 1."""
+    e = tiles.lane_scales(block["e"], 32)[..., 0, :, :, :]
+    scales = jax.lax.bitcast_convert_type(e.reshape(*e.shape[:-2], 4), jnp.uint32)
+    return {"words": WORDS.tiled(packing.codes(block["qs"], 4)), "scales": scales}
+
+
+def untile(tiled, shape):
+    e = jax.lax.bitcast_convert_type(tiled["scales"], jnp.uint8)
+    e = tiles.from_lane_scales(e.reshape(*e.shape[:-2], 1, 32, 2, 2), shape)
+    return {"e": e, "qs": packing.packed(WORDS.untiled(tiled["words"], shape, WEIGHTS), 4)}
+
+
+def _scales(fields, lane):
+    """2^(e - 128), 0 for the smallest, which float32 has only without its leading 1 (e = 0 and 1)."""
+    from pallas_kernels.gpu.values import as_real
+
+    (word,) = fields["scales"]
+    powers = [as_real(word << 23 - 8 * i & 0x7F800000 if i < 3 else word >> 1 & 0x7F800000) for i in range(4)]
+    return [tiles.Scales([[v * 0.5 for v in powers[i : i + 2]] for i in (0, 2)])]
+
+
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=_scales)
+
+
+def vector_codes(load):
+    """Codes are v(q) + 12 (shared with NVFP4)."""
+    table = [12 + sign * int(value) for sign in (1, -1) for value in VALUES]
     qs = load("qs")
     return [codes.looked_up(table) for codes in (qs & 15, qs >> 4)]
 
@@ -58,7 +124,7 @@ def _vector_codes(load):
 CPU = Vectors(
     NIBBLES,
     group=32,
-    codes=_vector_codes,
+    codes=vector_codes,
     scales=lambda load: (load("e").words() << 7).bfloat16() * 0.5,  # 2^(e - 127) / 2
     zero=12,
 )

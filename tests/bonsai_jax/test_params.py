@@ -96,9 +96,9 @@ def test_a_misshapen_tensor_is_named():
 
 
 def test_a_format_without_a_decoder_is_named():
-    odd = dataclasses.replace(tiny().tensors["blk.0.attn_q.weight"], format="nvfp4")
+    odd = dataclasses.replace(tiny().tensors["blk.0.attn_q.weight"], format="q8_k")
     with pytest.raises(
-        NotImplementedError, match=r"blk\.0\.attn_q\.weight: format 'nvfp4' is not supported; supported: bf16"
+        NotImplementedError, match=r"blk\.0\.attn_q\.weight: format 'q8_k' is not supported; supported: bf16"
     ):
         bj.from_checkpoint(changed(blk__0__attn_q__weight=odd))
 
