@@ -52,12 +52,13 @@ class Selectors(tiles.Words):
             for word in vector:
                 other = word ^ 0x88888888
                 for group, right in zip(pair, (0, 16), strict=True):
-                    group.append(look_up(word >> right, other >> right))
+                    group.append(look_up(word, other, right))
             groups += [tiles.Integers(half[i : i + each]) for half in pair for i in range(0, 4, each)]
         return groups
 
     def table(self):
-        """A function from a word of four nibbles, and the same with their top bits changed, to four bytes.
+        """(a word of nibbles, the same with their top bits changed, right) -> the bytes of four nibbles from
+        bit `right` on.
 
         `prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set
         it returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and
@@ -78,7 +79,12 @@ class Selectors(tiles.Words):
         sign = VALUES[0::2] >> 7
         assert (sign == VALUES[1::2] >> 7).all()
         even, odd = table(VALUES[0::2] ^ sign), table(VALUES[1::2].copy())
-        return lambda word, other: lanes.chosen_bytes(*even, word) ^ lanes.chosen_bytes(*odd, other)
+
+        def look_up(word, other, right):
+            first = lanes.chosen_bytes(*even, word >> right)
+            return first ^ lanes.chosen_bytes(*odd, other >> right)
+
+        return look_up
 
 
 WORDS = Selectors(32, "00000000")

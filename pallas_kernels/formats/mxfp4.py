@@ -78,9 +78,9 @@ class Signs(Selectors):
         above, below = words(12 + VALUES), words(12 - VALUES)
         add = 116 * tiles.ONES
 
-        def look_up(word, other):
-            byte = lanes.chosen_bytes(*above, word) + lanes.chosen_bytes(*below, other)
-            return byte + add ^ 0x80808080
+        def look_up(word, other, right):
+            first = lanes.chosen_bytes(*above, word >> right)
+            return first + lanes.chosen_bytes(*below, other >> right) + add ^ 0x80808080
 
         return look_up
 
