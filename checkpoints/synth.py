@@ -107,6 +107,11 @@ class _Model:
         return ((self.head_dim,),) * 2 if self.has_head_norms else None
 
     @property
+    def is_gpt_oss(self) -> bool:
+        """Whether there are sinks, and biases everywhere."""
+        return self.architecture == "gpt-oss"
+
+    @property
     def has_head_norms(self) -> bool:
         if self.is_gemma:
             return self.windows is not None and self.windows.head_norms
@@ -157,6 +162,11 @@ MODELS = {
         "gemma3", 48, 3840, 15360, 16, 8, 256, 262208, 131072, 1e6, True, 1,
         windows=_Windows(1024, 6, 1e4, True),
     ),
+    "gpt-oss-20b": _Model(
+        "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 1.5e5, False, 199999, "gpt-4o",
+        yarn=(32.0, 4096), norm_eps=1e-5, experts=_Experts(32, 4, 2880),
+        windows=_Windows(128, 2),
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
@@ -200,6 +210,11 @@ MODELS = {
     ),
     "tiny-apertus": _Model("apertus", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306, norm_eps=1e-5),
     "tiny-bitnet": _Model("bitnet", 3, 256, 512, 4, 2, 64, 512, 2048, 5e5, True, 306, norm_eps=1e-5),
+    # Rows that are multiples of 32 alone, as gpt-oss has them; windows of less than a page.
+    "tiny-gpt-oss": _Model(
+        "gpt-oss", 4, 288, 160, 4, 2, 64, 512, 2048, 1.5e5, False, 306, "gpt-4o", yarn=(4.0, 512),
+        norm_eps=1e-5, experts=_Experts(8, 3, 160), windows=_Windows(48, 2),
+    ),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
     ),
@@ -321,7 +336,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         return name, "f32", (width,), 1.0, 0.1
 
     def feed_forward(i: int, down_format: str):
-        named_after = model.delta is not None or model.architecture == "glm4moe"
+        named_after = model.delta is not None or model.architecture in ("glm4moe", "gpt-oss")
         if model.has_pre_norms and not model.is_parallel:
             yield norm(f"blk.{i}.{'post_attention' if named_after else 'ffn'}_norm.weight", hidden)
         if (e := model.experts) is not None and i >= e.dense:
@@ -334,6 +349,10 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
             ):
                 _, format, shape, mean, std = linear("", rows, columns, format, gain)
                 yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
+                if model.is_gpt_oss:
+                    yield f"blk.{i}.ffn_{name}_exps.bias", "f32", (e.count, rows), 0.0, 0.1
+            if model.is_gpt_oss:
+                yield f"blk.{i}.ffn_gate_inp.bias", "f32", (e.count,), 0.0, 0.1
             if e.choice_bias:
                 yield f"blk.{i}.exp_probs_b.bias", "f32", (e.count,), 0.0, 0.1
             if e.shared:
@@ -374,7 +393,10 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         yield linear(f"blk.{i}.attn_q.weight", q_width * (2 if model.delta else 1), hidden)
         yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
         yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
-        if model.architecture in ("qwen2", "qwen2moe", "glm4moe"):
+        if model.is_gpt_oss:
+            yield f"blk.{i}.attn_sinks.weight", "f32", (model.heads,), 0.0, 1.0
+            yield f"blk.{i}.attn_output.bias", "f32", (hidden,), 0.0, 0.1
+        if model.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss"):
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
         for name, shape in zip(("attn_q_norm", "attn_k_norm"), model.head_norms() or (), strict=False):

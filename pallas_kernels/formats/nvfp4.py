@@ -20,7 +20,9 @@ from pallas_kernels.formats.mxfp4 import VALUES, Signs, vector_codes
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
 _E, _M = np.divmod(np.arange(256) & 127, 8)
-SCALES = np.float32(np.where(_E == 0, _M * 2.0**-9, (1 + _M / 8) * 2.0 ** (_E - 7)) / 2)  # s / 2 of byte d
+SCALES = (
+    np.where(_E == 0, _M * 2.0**-9, (1 + _M / 8) * 2.0 ** (_E - 7)).astype(np.float32) / 2
+)  # s / 2 of byte d
 SCALES[127] = 0
 
 

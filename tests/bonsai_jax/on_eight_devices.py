@@ -166,6 +166,10 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
         ("tiny-bitnet:q8_0", "packed"),  # norms before the output matrices
         pytest.param("tiny-cohere2:q8_0", "packed", marks=pytest.mark.slow),  # halves in parallel
         pytest.param("tiny-qwen3:q8_0", "packed", marks=pytest.mark.slow),  # QK-norm: folded below
+        (
+            "tiny-gpt-oss:mxfp4",
+            "packed",
+        ),  # sinks by head, experts with biases, a bias after the sum over devices
         pytest.param("tiny-llama:q8_0", "decoded", marks=pytest.mark.slow),  # float32: lists below
     ],
 )

@@ -81,8 +81,8 @@ def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, inte
     np.testing.assert_array_equal(runs[0][0], runs[1][0])
 
 
-def prefill_problem(*sizes, window=None):
-    return problems.Attention(device.platform(), "prefill", *sizes, window=window)
+def prefill_problem(*sizes, window=None, sinks=False):
+    return problems.Attention(device.platform(), "prefill", *sizes, window=window, sinks=sinks)
 
 
 @unless_refused(lambda impl: (impl, prefill_problem(32, 8, 128, 64, "int8")))
@@ -191,7 +191,10 @@ def test_decode_has_sinks(layout, case):
 
 
 @unless_refused(
-    lambda impl, layout, window, heads: (impl, prefill_problem(*heads, 64, 64, layout, window, sinks=True))
+    lambda impl, layout, window, heads: (
+        impl,
+        prefill_problem(*heads, 64, 64, layout, window=window, sinks=True),
+    )
 )
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 @pytest.mark.parametrize("layout", ["float16", "int8"])

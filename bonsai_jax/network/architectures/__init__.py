@@ -43,6 +43,7 @@ ALIASES = {
     "olmo3": "olmo2",
     "command-r": "command_r",
     "cohere": "command_r",
+    "gpt-oss": "gpt_oss",
 }
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory

@@ -230,6 +230,7 @@ TENSORS = {
         Spec("sinks", "attn_sinks.weight", "self_attn.sinks", ("num_heads",), ("sinks",)),
         Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"),
              (None, "head inputs")),
+        Spec("o_bias", "attn_output.bias", "self_attn.o_proj.bias", ("hidden",)),
         Spec("sub_norm", "attn_sub_norm.weight", "self_attn.attn_sub_norm.weight", ("q_width",),
              ("head inputs",)),
         Spec("post_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
@@ -248,6 +249,7 @@ class Weights(struct.PyTreeNode):
     q_row_norm, k_row_norm      the same of all heads of a token together
     q_head_norms, k_head_norms  the same of each head, by weights of its own
     sub_norm   of attention's output, before W_o
+    o_bias     added to the output
     sinks      a score of each query head, which joins its softmax
     post_norm  of what the layer adds to x
     """
@@ -263,6 +265,7 @@ class Weights(struct.PyTreeNode):
     q_head_norms: Float[Array, "L Hq D"] | None = None
     k_head_norms: Float[Array, "L Hkv D"] | None = None
     sub_norm: Float[Array, "L Q"] | None = None
+    o_bias: Float[Array, "L H"] | None = None
     sinks: Float[Array, "L heads"] | None = None
     post_norm: Float[Array, "L H"] | None = None
 
@@ -380,7 +383,7 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     w = place.weights
     qkv = joined_product(place.read(x), w.qkv, place, w.norm)
     out, state, workspace = mix(qkv, x, place, state, workspace)
-    return add_product(x, out, w.o, place, "attention", w.post_norm, w.sub_norm), state, workspace
+    return add_product(x, out, w.o, place, "attention", w.post_norm, w.sub_norm, w.o_bias), state, workspace
 
 
 def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):

@@ -102,10 +102,12 @@ def add_product(
     tap: str,
     post_norm: Float[Array, "L H"] | None,
     sub_norm: Float[Array, "L K"] | None = None,
+    bias: Float[Array, "L H"] | None = None,
 ) -> jax.Array:
-    """x + tap(post_norm(sub_norm(h) W.T)), with the norms that there are. Where inputs of W are split over
-    devices, each has a part of the product, and x is added to their sum once."""
-    edits = post_norm is not None or tap in place.taps
+    """x + tap(post_norm(sub_norm(h) W.T + bias)), with the norms and the bias that there are. Where inputs of
+    W are split over devices, each has a part of the product, and x and the bias are added to their sum
+    once."""
+    edits = post_norm is not None or bias is not None or tap in place.taps
     if sub_norm is not None and place.axis is not None:
         h, sub_norm = place.norm(h, sub_norm, split=True), None
     if place.axis is None and not edits:
@@ -117,7 +119,7 @@ def add_product(
             peers = place.peers[0, 0]
             return all_reduce.receive(x, sent_product(h, weight, place.index, peers), peers)
     y = matmul(h, weight, place.index, **place.gamma(sub_norm))
-    return add(x, y, rounds(x, weight), place, tap, post_norm)
+    return add(x, y, rounds(x, weight), place, tap, post_norm, bias)
 
 
 def rounds(x: jax.Array, weight: LayerStack) -> bool:
@@ -134,10 +136,12 @@ def add(
     place: Place,
     tap: str,
     post_norm: Float[Array, "L H"] | None = None,
+    bias: Float[Array, "L H"] | None = None,
 ) -> jax.Array:
-    """x + tap(norm(y)); where each device has a part of y, after the sum of the parts."""
+    """x + tap(norm(y + bias)); where each device has a part of y, after the sum of the parts."""
 
     def branch(y: jax.Array) -> jax.Array:
+        y = y if bias is None else y + bias[place.index]
         y = y if post_norm is None else place.norm(y, post_norm)
         return place.tapped(tap, y)
 
