@@ -94,7 +94,8 @@ def _body(
     for first, end, masked in stretches:
         carry = lax.fori_loop(first, end, functools.partial(visit, masked=masked), carry)
     sink = sinks_gmem[0][head] if sinks_gmem else None
-    out_gmem[row, queries, head] = prefill_tiles.results(*carry, position, sink)
+    out, maximum, total = carry
+    out_gmem[row, queries, head] = prefill_tiles.results(out, maximum, total, position, sink)
 
 
 def _bring(numbers, source, table_gmem, target):

@@ -266,7 +266,8 @@ def _multiply(
         @pl.when(exists)
         def _store():
             sink = queries.sinks_gmem[0][place[-1]] if queries.sinks_gmem else None
-            queries.out_gmem[place] = prefill_tiles.results(*carry, position, sink)
+            out, maximum, total = carry
+            queries.out_gmem[place] = prefill_tiles.results(out, maximum, total, position, sink)
 
         return before + stop
 
