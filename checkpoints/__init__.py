@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from . import demo
-from .checkpoint import Checkpoint, CheckpointError, Gathered, Part, RandomTensor, Tensor
+from .checkpoint import Checkpoint, CheckpointError, Gathered, Microscaled, Part, RandomTensor, Tensor
 from .folding import Folding, folding
 from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
@@ -27,6 +27,7 @@ __all__ = [
     "CheckpointError",
     "Folding",
     "Gathered",
+    "Microscaled",
     "Part",
     "RandomTensor",
     "Tensor",

@@ -82,6 +82,46 @@ class Gathered:
             part.forget()
 
 
+@dataclasses.dataclass(frozen=True)
+class Microscaled:
+    """Weights in MXFP4 as Hugging Face files store them, in two tensors. Each access to `data` copies them
+    together, as the blocks of GGUF files.
+
+    name    the name of the whole
+    blocks  u8 [*rows, blocks of a row, 16]: byte i has weight 2 i of a block in its low half, 2 i + 1 in its
+            high half
+    scales  u8 [*rows, blocks of a row]
+    """
+
+    name: str
+    blocks: Tensor
+    scales: Tensor
+    format = "mxfp4"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        *rows, count = self.scales.shape
+        return (*rows, count * 32)
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [*shape[:-1], bytes of a row]: weights i and i + 16 of a block share a byte."""
+        first, second = self.blocks.data[..., :8], self.blocks.data[..., 8:]
+        out = np.empty((*self.scales.shape, 17), np.uint8)
+        out[..., 0] = self.scales.data
+        out[..., 1::2] = first & 15 | second << 4
+        out[..., 2::2] = first >> 4 | second & 0xF0
+        return out.reshape(*self.shape[:-1], -1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.blocks.nbytes + self.scales.nbytes
+
+    def forget(self) -> None:
+        self.blocks.forget()
+        self.scales.forget()
+
+
 class Stored(Protocol):
     """What a file's tensor, or one made of several, has in common: see Tensor."""
 
@@ -176,5 +216,5 @@ class Checkpoint:
     source: str
     naming: Literal["gguf", "huggingface"]
     metadata: Mapping[str, Any]
-    tensors: Mapping[str, Tensor | RandomTensor]
+    tensors: Mapping[str, Tensor | Microscaled | RandomTensor]
     folder: Path | None = None

@@ -14,18 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from .checkpoint import Checkpoint, CheckpointError, Tensor
+from .checkpoint import Checkpoint, CheckpointError, Microscaled, Tensor
 
 MAX_JSON = 16 << 20  # bytes of a header, an index or config.json
 MAX_DIMS = 8
-FORMATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
+FORMATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2), "U8": ("u8", 1)}
 
 
 def open_folder(folder: str | Path) -> Checkpoint:
     """Open a Hugging Face folder: config.json is the metadata, *.safetensors hold the tensors.
 
-    Tensors are f32, f16 or bf16. With model.safetensors.index.json, the shards must hold exactly what it
-    lists.
+    Tensors are f32, f16 or bf16; two of bytes, NAME_blocks and NAME_scales, are one of mxfp4 (Microscaled).
+    With model.safetensors.index.json, the shards must hold exactly what it lists.
     Raises CheckpointError, naming file, field, value and limit.
     """
     folder = Path(folder)
@@ -44,9 +44,24 @@ def open_folder(folder: str | Path) -> Checkpoint:
                 f"{folder}: {names}; model.safetensors, or {index.name} with its shards, is expected"
             )
         tensors = _read_file(files[0])
+    tensors = microscaled(tensors)
     return Checkpoint(
         source=str(folder), naming="huggingface", metadata=metadata, tensors=tensors, folder=folder
     )
+
+
+def microscaled(tensors: dict[str, Tensor]) -> dict[str, Tensor | Microscaled]:
+    """With one tensor in place of blocks and scales that belong together."""
+    joined: dict[str, Tensor | Microscaled] = dict(tensors)
+    for name, blocks in tensors.items():
+        whole = name.removesuffix("_blocks")
+        scales = tensors.get(f"{whole}_scales")
+        if whole == name or scales is None or {blocks.format, scales.format} != {"u8"}:
+            continue
+        if blocks.shape == (*scales.shape, 16):
+            del joined[name], joined[scales.name]
+            joined[whole] = Microscaled(whole, blocks, scales)
+    return joined
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:

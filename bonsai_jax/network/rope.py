@@ -24,6 +24,7 @@ class Rope:
     original_context   yarn, llama3: tokens the model was first trained on
     beta_fast, _slow   yarn: rotations within the original context above / below which a pair keeps its
                        frequency / is stretched
+    truncate           yarn: whether the two borders are whole numbers of pairs
     mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
     low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
     """
@@ -37,6 +38,7 @@ class Rope:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 1.0
+    truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
 
@@ -87,8 +89,10 @@ def frequencies(rope: Rope) -> np.ndarray:
                 rope.dim * math.log(rope.original_context / (times * 2 * math.pi)) / (2 * math.log(rope.base))
             )
 
-        low = max(0, math.floor(pair_that_turns(rope.beta_fast)))
-        high = min(rope.dim - 1, math.ceil(pair_that_turns(rope.beta_slow)))
+        low, high = pair_that_turns(rope.beta_fast), pair_that_turns(rope.beta_slow)
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(0, low), min(rope.dim - 1, high)
         keep = 1 - (i - low) / max(0.001, high - low)
     keep = np.clip(keep, 0.0, 1.0)
     return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)

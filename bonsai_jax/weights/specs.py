@@ -7,12 +7,21 @@ from typing import Any, NamedTuple
 
 from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.weights.drawing import Drawn
-from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, Part, RandomTensor, Tensor
+from checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    Folding,
+    Gathered,
+    Microscaled,
+    Part,
+    RandomTensor,
+    Tensor,
+)
 from pallas_kernels import formats
 
 # What "model." is in Hugging Face files of models that also see images.
 MULTIMODAL = ("model.language_model.", "language_model.model.")
-Source = Tensor | Gathered | Part | Drawn
+Source = Tensor | Gathered | Microscaled | Part | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
 

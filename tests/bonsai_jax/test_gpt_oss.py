@@ -6,6 +6,7 @@ Held against llama.cpp, and against ourselves in other formats and by other ways
 
 import dataclasses
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network import architectures, schedules
 from bonsai_jax.weights import plan as load_plans
-from checkpoints import Checkpoint, open_checkpoint
+from bonsai_jax.weights.read import blocks
+from checkpoints import Checkpoint, Tensor, open_checkpoint
+from checkpoints.safetensors import microscaled
 from pallas_kernels import device
 from pallas_kernels.activations import swiglu_oai
 from tests.agreement import agreement
 from tests.bonsai_jax.llama_cpp import write_float32
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
+from tests.bonsai_jax.tiny_files import logits
 
 LENGTHS = (1, 63, 65, 300)  # more than three windows of 48 keys
 
@@ -124,7 +128,72 @@ def test_speculation_draws_the_same_text():
     assert guessed.tokens == alone.tokens
 
 
-def test_a_hugging_face_folder_is_refused_with_the_remedy():
-    folder = Checkpoint("folder", "huggingface", {"model_type": "gpt_oss"}, {})
-    with pytest.raises(NotImplementedError, match="load a GGUF file of the same weights"):
-        architectures.describe(folder)
+def folder() -> Checkpoint:
+    """The tiny model as a Hugging Face folder, its experts in blocks and scales."""
+    source = open_checkpoint("synth:tiny-gpt-oss:f32").tensors
+    experts = open_checkpoint("synth:tiny-gpt-oss:mxfp4").tensors
+    out: dict[str, Tensor] = {}
+
+    def add(name: str, values: np.ndarray, format: str):
+        data = np.ascontiguousarray(values).view(np.uint8)
+        out[name] = Tensor(name, format, values.shape, data.reshape(*values.shape[:-1], -1))
+
+    def values(name: str) -> np.ndarray:
+        return np.asarray(blocks(source[name])).view(np.float32).reshape(source[name].shape)
+
+    for gguf in source:
+        layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(.*)", gguf).groups()
+        if not short.startswith(("ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")):
+            add(f"model.layers.{layer}.{NAMES[short]}" if layer else NAMES[short], values(gguf), "f32")
+    for layer in range(4):
+        parts, biases = {}, {}
+        for name in ("gate", "up", "down"):
+            raw = np.asarray(blocks(experts[f"blk.{layer}.ffn_{name}_exps.weight"]))
+            raw = raw.reshape(*raw.shape[:-1], -1, 17)
+            codes = np.concatenate([raw[..., 1:] & 15, raw[..., 1:] >> 4], axis=-1)
+            parts[name] = codes[..., 0::2] | codes[..., 1::2] << 4, raw[..., 0]
+            biases[name] = values(f"blk.{layer}.ffn_{name}_exps.bias")
+        both = [np.stack(pair, axis=2) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        both = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in both]
+        start = f"model.layers.{layer}.mlp.experts."
+        for name, (packed, scales) in {"gate_up_proj": both, "down_proj": parts["down"]}.items():
+            add(f"{start}{name}_blocks", packed, "u8")
+            add(f"{start}{name}_scales", scales, "u8")
+        add(f"{start}gate_up_proj_bias", np.stack([biases["gate"], biases["up"]], -1).reshape(8, -1), "f32")
+        add(f"{start}down_proj_bias", biases["down"], "f32")
+    return Checkpoint("folder", "huggingface", CONFIG, microscaled(out))
+
+
+NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight", "attn_norm.weight": "input_layernorm.weight",
+    "post_attention_norm.weight": "post_attention_layernorm.weight", "attn_sinks.weight": "self_attn.sinks",
+    **{f"attn_{a}.{part}": f"self_attn.{b}_proj.{part}" for part in ("weight", "bias")
+       for a, b in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))},
+    **{f"ffn_gate_inp.{part}": f"mlp.router.{part}" for part in ("weight", "bias")},
+}  # fmt: skip
+CONFIG = {
+    "model_type": "gpt_oss", "num_hidden_layers": 4, "hidden_size": 288, "intermediate_size": 160,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048, "sliding_window": 48, "num_local_experts": 8, "num_experts_per_tok": 3,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "attention_bias": True, "swiglu_limit": 7.0,
+    "rope_theta": 1.5e5, "tie_word_embeddings": False,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 512,
+    },
+}  # fmt: skip
+
+
+def test_a_hugging_face_folder_is_the_same_model():
+    """Experts bit for bit; matrices beside them are float32 here, as in the other file."""
+    exact = open_checkpoint("synth:tiny-gpt-oss:f32")
+    experts = {
+        name: t for name, t in open_checkpoint("synth:tiny-gpt-oss:mxfp4").tensors.items()
+        if name.endswith("_exps.weight")
+    }  # fmt: skip
+    gguf, ids = dataclasses.replace(exact, tensors={**exact.tensors, **experts}), prompt(60)
+    np.testing.assert_allclose(logits(folder(), ids), logits(gguf, ids), atol=1e-4)
+    untruncated = CONFIG | {"rope_scaling": CONFIG["rope_scaling"] | {"truncate": False}}
+    config = architectures.config_of(dataclasses.replace(folder(), metadata=untruncated))
+    assert not config.attention.rope.truncate and architectures.config_of(gguf).attention.rope.truncate

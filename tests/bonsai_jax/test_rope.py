@@ -1,5 +1,6 @@
 """Norms and rotary embeddings against numpy in float64; configurations against what files say."""
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_rope_turns_pairs_as_complex_numbers(interleaved):
 def test_linear_scaling_divides_every_frequency():
     plain, scaled = frequencies(Rope(1e4, 64)), frequencies(Rope(1e4, 64, scaling="linear", factor=4.0))
     np.testing.assert_allclose(scaled, plain / 4, rtol=1e-6)
+
+
+def test_yarn_without_whole_borders_ramps_between_the_pairs_that_turn_32_times_and_once():
+    """gpt-oss: its own config.json says truncate: false."""
+    rope = Rope(1.5e5, 64, scaling="yarn", factor=32.0, original_context=4096, truncate=False)
+    low, high = (32 * np.log(4096 / (times * 2 * np.pi)) / np.log(1.5e5) for times in (32, 1))
+    i = np.arange(32)
+    theta, stretched = 1.5e5 ** (-i / 32), np.clip((i - low) / (high - low), 0, 1)
+    want = theta * (1 - stretched) + theta / 32 * stretched
+    np.testing.assert_allclose(frequencies(rope), want, rtol=1e-6)
+    assert abs(frequencies(dataclasses.replace(rope, truncate=True)) / want - 1).max() > 1e-2
 
 
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():

@@ -1,7 +1,7 @@
 """gpt-oss (20B and 120B): attention with a sink for each head and a window of 128 keys in every second layer,
 YaRN, biases everywhere, and experts whose SwiGLU is clamped and has u + 1 in place of u.
 
-In a file of OpenAI the experts are in MXFP4, and so they stay.
+Experts stay in MXFP4, as OpenAI's files have them. In Hugging Face folders rows of gate and up alternate.
 """
 
 import dataclasses
@@ -10,20 +10,46 @@ from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
+from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
-from bonsai_jax.weights.metadata import whole, windowed_layers
+from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
+from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels.activations import swiglu_oai
 
+FOLDER = "model.layers.{}.mlp.experts."
+
+
+def _from_folders(spec: Spec) -> Spec:
+    """The same with the names that Hugging Face folders have."""
+    if spec.field in ("gate", "up", "gate_bias", "up_bias"):
+        first = int(spec.field.startswith("up"))
+
+        def rows(e: Experts) -> Rows:
+            return Rows(e.ffn, 2, ((first, first + 1),))
+
+        bias = "_bias" * spec.field.endswith("_bias")
+        fused = Fused(None, f"{FOLDER}gate_up_proj{bias}", rows)
+        name = f"{FOLDER}{('gate', 'up')[first]}_proj{bias}"
+        return dataclasses.replace(spec, huggingface=name, fused=fused)
+    names = {"down": f"{FOLDER}down_proj", "down_bias": f"{FOLDER}down_proj_bias"}
+    if spec.field in names:
+        return dataclasses.replace(spec, huggingface=names[spec.field], fused=None)
+    return spec
+
+
+_EXPERTS = tensors(
+    "experts", "gate", "up", "down", "gate_bias", "up_bias", "down_bias",
+    norm=("post_attention_norm.weight", "post_attention_layernorm.weight"),
+    router=("ffn_gate_inp.weight", "mlp.router.weight"),
+    router_bias=("ffn_gate_inp.bias", "mlp.router.bias"),
+)  # fmt: skip
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "q_bias", "k_bias", "v_bias", "sinks", "o", "o_bias"),
-    *tensors(
-        "experts", "router", "gate", "up", "down", "router_bias", "gate_bias", "up_bias", "down_bias",
-        norm=("post_attention_norm.weight", "post_attention_layernorm.weight"),
-    ),
+    *(_from_folders(spec) for spec in _EXPERTS),
     FINAL_NORM,
     HEAD,
-)  # fmt: skip
+)
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
@@ -34,16 +60,29 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     )
     rest = experts_metadata.dense_part(metadata, experts)
     plain = llama.config_from_gguf(rest, tensors, interleaved=False)
-    full = dataclasses.replace(plain.attention, sinks=True)
     key = f"{arch}.attention.sliding_window"
-    windowed = dataclasses.replace(full, window=whole(metadata, key))
     has_window = windowed_layers(metadata, f"{key}_pattern", plain.num_layers, 2)
-    layers = tuple(Layer(windowed if window else full, experts) for window in has_window)
-    return dataclasses.replace(plain, layers=layers)
+    return _config(plain, whole(metadata, key), has_window, experts)
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
-    raise NotImplementedError(
-        "a Hugging Face folder of gpt-oss keeps blocks and scales of its experts in separate tensors, which "
-        'are not read yet; load a GGUF file of the same weights, as "ggml-org/gpt-oss-20b-GGUF"'
+    plain = llama.config_from_huggingface(
+        {key: value for key, value in metadata.items() if key != "sliding_window"}, tensors
     )
+    experts = Experts(
+        count=whole(metadata, "num_local_experts"),
+        used=whole(metadata, "num_experts_per_tok"),
+        ffn=whole(metadata, "intermediate_size"),
+        activation=swiglu_oai(positive(metadata, "swiglu_limit", 7.0)),
+    )
+    has_window = windowed_types(metadata, plain.num_layers, 2)
+    plain = dataclasses.replace(plain, architecture="gpt-oss")
+    return _config(plain, whole(metadata, "sliding_window"), has_window, experts)
+
+
+def _config(plain: ModelConfig, window: int, has_window: list[bool], experts: Experts) -> ModelConfig:
+    """A Llama's config with sinks, windows and experts."""
+    full = dataclasses.replace(plain.attention, sinks=True)
+    windowed = dataclasses.replace(full, window=window)
+    layers = tuple(Layer(windowed if has else full, experts) for has in has_window)
+    return dataclasses.replace(plain, layers=layers)

@@ -125,6 +125,7 @@ def rope_from_huggingface(metadata, head_dim: int) -> Rope:
         beta_fast=positive(rope, f"{name}.beta_fast", 32.0),
         beta_slow=positive(rope, f"{name}.beta_slow", 1.0),
         mscale=positive(rope, f"{name}.attention_factor", mscale) if scaling == "yarn" else 1.0,
+        truncate=bool(rope.get(f"{name}.truncate", True)),
         low_freq_factor=positive(rope, f"{name}.low_freq_factor", 1.0),
         high_freq_factor=positive(rope, f"{name}.high_freq_factor", 4.0),
     )
