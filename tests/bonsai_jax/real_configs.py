@@ -74,6 +74,13 @@ GGUF = {
         _gguf(16, 2048, 8192, 32, 8, 128000, 1e6, vocab_size=65536, shortconv__l_cache=3)
         | {"attention.head_count_kv": [0, 0, 8, 0, 0, 8, 0, 0, 8, 0, 8, 0, 8, 0, 8, 0]},
     ),
+    "gpt-oss 20B": (
+        "gpt-oss",
+        _gguf(24, 2880, 2880, 64, 8, 131072, 1.5e5, **_head_dim(64), expert_count=32, expert_used_count=4)
+        | {"expert_feed_forward_length": 2880, "attention.sliding_window": 128}
+        | {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}
+        | {"rope.scaling.original_context_length": 4096},
+    ),
     "Falcon-H1 1.5B": (
         "falcon-h1",
         _gguf(24, 2048, 4096, 8, 2, 131072, 1e11, **_head_dim(128), vocab_size=65537)
@@ -160,6 +167,13 @@ HUGGING_FACE = {
     | {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "num_experts": 128}
     | {"norm_topk_prob": True, "num_experts_per_tok": 8, "output_router_logits": False}
     | {"router_aux_loss_coef": 0.001},
+    "gpt-oss 20B": _config("gpt_oss", 24, 2880, 2880, 64, 8, 131072)
+    | {"attention_bias": True, "experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32}
+    | {"head_dim": 64, "initial_context_length": 4096, "output_router_logits": False, "swiglu_limit": 7.0}
+    | {"layer_types": ["sliding_attention", "full_attention"] * 12, "sliding_window": 128}
+    | {"quantization_config": {"quant_method": "mxfp4"}, "rope_theta": 150000, "router_aux_loss_coef": 0.9}
+    | {"rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                        "original_max_position_embeddings": 4096, "truncate": False}},
     "LFM2 1.2B": _config("lfm2", 16, 2048, 12288, 32, 8, 128000)
     | {"block_auto_adjust_ff_dim": True, "block_ff_dim": 12288, "block_norm_eps": 1e-5, "norm_eps": 1e-5}
     | {"conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048, "use_pos_enc": True, "head_dim": None}

@@ -12,6 +12,7 @@ from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
+from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.metadata import positive, whole, windowed_layers, windowed_types
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels.activations import swiglu_oai
@@ -62,7 +63,10 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     plain = llama.config_from_gguf(rest, tensors, interleaved=False)
     key = f"{arch}.attention.sliding_window"
     has_window = windowed_layers(metadata, f"{key}_pattern", plain.num_layers, 2)
-    return _config(plain, whole(metadata, key), has_window, experts)
+    rope = plain.attention.rope
+    assert rope is not None
+    local = dataclasses.replace(rope, base=positive(metadata, f"{arch}.rope.freq_base_swa", rope.base))
+    return _config(plain, whole(metadata, key), has_window, experts, local)
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
@@ -77,12 +81,15 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     )
     has_window = windowed_types(metadata, plain.num_layers, 2)
     plain = dataclasses.replace(plain, architecture="gpt-oss")
-    return _config(plain, whole(metadata, "sliding_window"), has_window, experts)
+    rope = plain.attention.rope
+    return _config(plain, whole(metadata, "sliding_window"), has_window, experts, rope)
 
 
-def _config(plain: ModelConfig, window: int, has_window: list[bool], experts: Experts) -> ModelConfig:
-    """A Llama's config with sinks, windows and experts."""
+def _config(
+    plain: ModelConfig, window: int, has_window: list[bool], experts: Experts, local: Rope | None
+) -> ModelConfig:
+    """A Llama's config with sinks, windows, which have the rope `local`, and experts."""
     full = dataclasses.replace(plain.attention, sinks=True)
-    windowed = dataclasses.replace(full, window=window)
+    windowed = dataclasses.replace(full, window=window, rope=local)
     layers = tuple(Layer(windowed if has else full, experts) for has in has_window)
     return dataclasses.replace(plain, layers=layers)
