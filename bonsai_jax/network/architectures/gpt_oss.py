@@ -17,6 +17,7 @@ from bonsai_jax.weights.metadata import positive, whole, windowed_layers, window
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels.activations import swiglu_oai
 
+MODELS = "gpt-oss 20B and 120B"
 FOLDER = "model.layers.{}.mlp.experts."
 
 
