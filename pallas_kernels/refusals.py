@@ -129,8 +129,6 @@ def triton_attention(problem: Attention) -> str | None:
 
 
 def cpu_attention(problem: Attention) -> str | None:
-    if reason := _phase("decode", problem):
-        return reason
     if problem.platform != "cpu":
         return "is for CPUs"
     if problem.cache_dtype not in ("float32", "float16", "bfloat16", "int8"):

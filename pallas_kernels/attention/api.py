@@ -48,7 +48,7 @@ def attend(
                as a function, (q, k) -> (q, k) of heads [B, T, heads, D], which is applied before a kernel
     rotation   cos and sin of the new tokens' angles, for rope; None: nothing is rotated (NoPE)
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
-    prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
+    prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "cpu", "reference", or your own
     window, scale, softcap, sinks  as for `attention`
     gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
                multiplied by the sigmoid of the gate

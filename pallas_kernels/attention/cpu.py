@@ -1,4 +1,4 @@
-"""Attention of one query a row on a CPU, from the pages as they lie: nothing of them is gathered or copied.
+"""Attention on a CPU, from the pages as they lie: nothing of them is gathered or copied.
 
 The reference's formula and arguments (reference.attention); derivatives are the reference's, and vmap makes a
 call of each entry."""
@@ -18,7 +18,8 @@ def run(
     q: jax.Array, k_pages: Pages, v_pages: Pages, block_table, positions, layer,
     *, num_keys, window=None, scale=None, softcap=None, sinks=None,
 ) -> jax.Array:  # fmt: skip
-    """q float32 [B, 1, H, D], rotated -> [B, 1, H, D]. The rest as for `attention`."""
+    """q float32 [B, T, H, D], rotated -> [B, T, H, D]. The rest as for `attention`. A token's bits depend
+    neither on T nor on B."""
 
     def exact(q, k_pages, v_pages, sinks, block_table, positions, layer, keys):
         keys = num_keys if isinstance(num_keys, int) else keys
@@ -44,7 +45,7 @@ def run(
 def _kernel(q, k_pages, v_pages, sinks, block_table, positions, layer, *, scores: Scores) -> jax.Array:
     from pallas_kernels.cpu import keys  # needs the extra `cpu`
 
-    (rows, _, heads, head_dim), (*_, page_size, kv_heads, _) = q.shape, shape(k_pages)
+    (rows, tokens, heads, head_dim), (*_, page_size, kv_heads, _) = q.shape, shape(k_pages)
     # Of keys and of values: numbers, then their scales where they have some (cache_layouts/int8.py).
     arrays = list(zip(jax.tree.leaves(k_pages), jax.tree.leaves(v_pages), strict=True))
     dtypes = [str(field.dtype) for field, _ in arrays]
@@ -53,12 +54,12 @@ def _kernel(q, k_pages, v_pages, sinks, block_table, positions, layer, *, scores
         dtype, scales, heads // kv_heads, head_dim, scores.factor(head_dim), scores.window, scores.softcap,
         sinks is not None,
     )  # fmt: skip
-    room = kernel.workspace(rows, kv_heads, block_table.shape[1] * page_size)
+    room = kernel.workspace(rows, tokens, kv_heads, block_table.shape[1] * page_size)
     results = (
-        jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jax.ShapeDtypeStruct((room,), jnp.float32),
     )
-    operands = [q[:, 0], positions[:, 0], block_table, layer.reshape(1), *itertools.chain(*arrays)]
+    operands = [q, positions, block_table, layer.reshape(1), *itertools.chain(*arrays)]
     operands += [] if sinks is None else [sinks.astype(jnp.float32)]
     out, _ = jax.ffi.ffi_call(kernel.target(), results)(*operands)
-    return out[:, None]
+    return out

@@ -1,9 +1,12 @@
-"""The kernel of attention/cpu.py: one query of each head against the keys of its row, page by page.
+"""The kernel of attention/cpu.py: the queries of each head against the keys of their row, page by page.
 
-for each row and KV head, by one thread:
+for each row, KV head and token, by one thread:
     scores of its query heads with every key            page by page, to the workspace
     (softcap,) exp(score - largest), their sum          16 at a time, and the head's sink if it has one
     weighted sum of values, over the sum of weights     page by page
+
+A token's sums are made in the order of its keys' positions, whatever the sizes are: its bits do not depend on
+how many tokens are beside it, be they a prompt's or padding.
 """
 
 import dataclasses
@@ -32,6 +35,7 @@ from pallas_kernels.cpu.values import (
 LANES = 16  # float32 of the widest vectors
 MOST = 16  # vectors of heads that registers have room for beside a key
 SMALL = 2**15  # numbers of keys that one thread multiplies sooner than two
+SPREAD = 16  # parts into which the tokens of a row are cut
 SCALE_BYTES = 2
 
 
@@ -56,9 +60,9 @@ class Kernel:
     softcap: float | None
     sinks: bool = False
 
-    def workspace(self, rows: int, kv_heads: int, keys: int) -> int:
-        """float32 of it."""
-        return rows * kv_heads * self.group * (keys + LANES)
+    def workspace(self, rows: int, tokens: int, kv_heads: int, keys: int) -> int:
+        """float32 of it: scores of one token for each part."""
+        return rows * kv_heads * min(tokens, SPREAD) * self.group * (keys + LANES)
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
@@ -84,36 +88,38 @@ class _Writer:
         self.scale = None if kernel.scales is None else type_of(jnp.dtype(kernel.scales))
 
     def parts(self, frame: Value, threads: Value) -> Value:
-        """One for each row and KV head; one in all where there are few keys."""
-        rows, kv_heads, keys = self._sizes(frame)
-        few = (rows * kv_heads * keys * self.kernel.head_dim).compared("<", SMALL)
-        return few.select(constant(frame.b, I64, 1), rows * kv_heads)
+        """SPREAD or fewer for each row and KV head; one in all where there are few keys."""
+        rows, tokens, kv_heads, keys = self._sizes(frame)
+        few = (rows * tokens * kv_heads * keys * self.kernel.head_dim).compared("<", SMALL)
+        most = tokens.compared("<", SPREAD).select(tokens, SPREAD)
+        return few.select(constant(frame.b, I64, 1), rows * kv_heads * most)
 
-    def _sizes(self, frame: Value) -> tuple[Value, Value, Value]:
-        """Rows, KV heads, and keys that a row has room for."""
+    def _sizes(self, frame: Value) -> tuple[Value, Value, Value, Value]:
+        """Rows, tokens of each, KV heads, and keys that a row has room for."""
         keys = ffi.size(frame, TABLE, 1) * ffi.size(frame, KEYS, 2)
-        return ffi.size(frame, Q, 0), ffi.size(frame, KEYS, 3), keys
+        return ffi.size(frame, Q, 0), ffi.size(frame, Q, 1), ffi.size(frame, KEYS, 3), keys
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
-        rows, kv_heads, _ = self._sizes(frame)
-        each = rows * kv_heads / parts
-        with loop(i * each, (i + 1) * each) as unit:
-            self._unit(frame, unit / kv_heads, unit % kv_heads)
+        rows, tokens, kv_heads, room = self._sizes(frame)
+        units = rows * kv_heads * tokens
+        scores = ffi.result(frame, 1).at(i * (4 * self.kernel.group) * (room + LANES))
+        with loop(i * units / parts, (i + 1) * units / parts) as unit:
+            before = unit / tokens
+            self._unit(frame, before / kv_heads, unit % tokens, before % kv_heads, scores)
 
-    def _unit(self, frame: Value, row: Value, kv_head: Value) -> None:
-        """The query heads of one KV head of a row."""
+    def _unit(self, frame: Value, row: Value, token: Value, kv_head: Value, scores: Value) -> None:
+        """The query heads of one KV head of a token."""
         kernel, b = self.kernel, frame.b
-        _, kv_heads, room = self._sizes(frame)
-        position = ffi.argument(frame, POSITIONS).at(row * 4).load(I32).signed(I64)
+        _, tokens, kv_heads, room = self._sizes(frame)
+        query = row * tokens + token
+        position = ffi.argument(frame, POSITIONS).at(query * 4).load(I32).signed(I64)
         end = position + 1  # 0 for padding
         first = constant(b, I64, 0)
         if kernel.window is not None:
             first = end - kernel.window
             first = first.compared("<", 0).select(constant(b, I64, 0), first)
-        unit = row * kv_heads + kv_head
-        scores = ffi.result(frame, 1).at(unit * (4 * kernel.group) * (room + LANES))
         stride = (room + LANES) * 4
-        head = unit * kernel.group
+        head = (query * kv_heads + kv_head) * kernel.group
         wide = vector(F32, kernel.head_dim)
         at_once = max(1, min(kernel.group, MOST * LANES // kernel.head_dim))
         for start in range(0, kernel.group, at_once):

@@ -1,5 +1,10 @@
-"""On a CPU a greedy text is the same alone and beside others, with 8-bit activations too: SmolLM2."""
+"""On a CPU a greedy text is the same alone and beside others, and however its prompt is padded and cut, with
+8-bit activations too: SmolLM2."""
 
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import bonsai_jax as bj
@@ -42,3 +47,40 @@ def test_an_engine(model, prompts, alone):
     with bj.Engine(model) as engine:
         handles = [engine.submit(prompt, GREEDY, **HOW) for prompt in prompts]
         assert [handle.result(300).tokens for handle in handles[:9]] == alone
+
+
+TEXT = (Path(__file__).parents[1] / "data/moby_dick.txt").read_text()[:2000]
+LENGTHS = [17, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 33, 65, 100))]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_extend_by_hand(model, length):
+    """generate pads a prompt to a power of two; here it is read as long as it is, and then token by token."""
+    ids = model.tokenizer.encode(TEXT)[:length]
+    whole = bj.generate(model, ids, sampling=GREEDY, **HOW)[0].tokens
+    cache, tokens, new = bj.new_cache(model, batch_size=1, context=256), [], ids
+    while len(tokens) < len(whole):
+        logits, cache = bj.jitted.extend(
+            model.params, cache, jnp.array([new]), jnp.array([len(new)]), model.config
+        )
+        new = [int(np.argmax(logits[0, -1]))]
+        tokens += new
+    assert tokens == whole
+
+
+def test_logits_have_the_same_bits_padded_and_in_parts(model):
+    ids = model.tokenizer.encode(TEXT)[:17]
+
+    def extend(cache, new, width):
+        tokens = jnp.array([new + [0] * (width - len(new))])
+        logits, cache = bj.jitted.extend(model.params, cache, tokens, jnp.array([len(new)]), model.config)
+        return np.asarray(logits[0, : len(new)]), cache
+
+    whole, _ = extend(bj.new_cache(model, batch_size=1, context=256), ids, 17)
+    padded, _ = extend(bj.new_cache(model, batch_size=1, context=256), ids, 64)
+    np.testing.assert_array_equal(padded, whole)
+    cache, each = bj.new_cache(model, batch_size=1, context=256), []
+    for token in ids:
+        logits, cache = extend(cache, [token], 1)
+        each.append(logits[0])
+    np.testing.assert_array_equal(np.stack(each), whole)

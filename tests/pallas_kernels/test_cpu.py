@@ -1,5 +1,6 @@
 """CPU kernels against numpy in float64, with the weights that each format's oracle dequantizes."""
 
+import functools
 import hashlib
 import importlib.util
 import multiprocessing
@@ -294,29 +295,57 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("dtype", HEADS)
-def test_attention_of_one_query_is_numpys(dtype):
-    """Shuffled pages, a row that is padding, a window, a scale, a softcap, sinks."""
+@functools.cache
+def attention_case(dtype, tokens):
+    """(q, k, v, table, positions, options): shuffled pages, a row that is padding, one that fills its pages,
+    and one with padding at the end; a window, a scale, a softcap, sinks."""
     heads, kv_heads, head_dim, window, scale, softcap = HEADS[dtype]
     rng, sinks = np.random.default_rng(12), None
     if dtype in ("float32", "int8"):
         sinks = np.resize(np.array([0.5, 4.0, -30.0], np.float32), (2, heads))
     k, v = (pages_of(dtype, np.float32(rng.standard_normal((2, 15, 8, kv_heads, head_dim)))) for _ in "kv")
-    q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
-    table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
-    got = cpu.run(
-        jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
-        num_keys=40, window=window, scale=scale, softcap=softcap,
-        sinks=None if sinks is None else jnp.asarray(sinks),
-    )  # fmt: skip
-    assert not np.asarray(got[0]).any()
+    q = rng.standard_normal((3, tokens, heads, head_dim)).astype(np.float32)
+    table, positions = rng.permutation(15).reshape(3, 5), np.full((3, tokens), -1)
+    positions[1] = np.arange(40)[-tokens:]
+    real = max(1, tokens - 2)
+    positions[2, :real] = np.arange(21)[-real:]
+    options = {"window": window, "scale": scale, "softcap": softcap}
+    return q, k, v, table, positions, options | {"sinks": None if sinks is None else jnp.asarray(sinks)}
+
+
+def attended(q, k, v, table, positions, options):
+    places = jnp.asarray(table), jnp.asarray(positions), 1
+    return np.asarray(cpu.run(jnp.asarray(q), k, v, *places, num_keys=40, **options))
+
+
+@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("dtype", HEADS)
+def test_attention_is_numpys(dtype, tokens):
+    q, k, v, table, positions, options = attention_case(dtype, tokens)
+    got = attended(q, k, v, table, positions, options)
+    assert got.shape == q.shape and not got[positions < 0].any()
+    kv_heads, head_dim = HEADS[dtype][1:3]
     for row in (1, 2):
+        real = positions[row] >= 0
         keys, values = (
             np.float64(numbers_of(pages))[1, table[row]].reshape(40, kv_heads, head_dim) for pages in (k, v)
         )
-        own = None if sinks is None else sinks[1]
-        want = naive_attention(q[row], keys, values, positions[row], window, scale, softcap, own)
-        assert error(got[row], want) < 1e-6
+        *scores, sinks = options.values()
+        own = None if sinks is None else np.asarray(sinks)[1]
+        want = naive_attention(q[row, real], keys, values, positions[row, real], *scores, own)
+        assert error(got[row, real], want) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", HEADS)
+def test_a_tokens_attention_has_the_same_bits_alone_and_in_a_prompt(dtype):
+    """Padded too: positions of -1 are tokens beside it as well."""
+    q, k, v, table, positions, options = attention_case(dtype, 19)
+    together = attended(q, k, v, table, positions, options)
+    for t in range(0, 19, 6):
+        alone = attended(q[:, t : t + 1], k, v, table, positions[:, t : t + 1], options)
+        np.testing.assert_array_equal(together[:, t : t + 1], alone)
+    half = attended(q[:, :10], k, v, table, positions[:, :10], options)
+    np.testing.assert_array_equal(together[:, :10], half)
 
 
 def test_attention_under_vmap_and_grad():

@@ -159,7 +159,8 @@ def test_hopper_multiplies_many_rows_without_dequantizing_to_memory(format):
         ("sm_80", "float16", 64, 256, "reference"),
         ("sm_80", "float32", 64, 128, "reference"),
         ("sm_75", "bfloat16", 64, 128, "reference"),
-        ("cpu", "bfloat16", 64, 128, "reference"),
+        ("cpu", "bfloat16", 64, 128, "cpu"),
+        ("cpu", "bfloat16", 64, 40, "reference"),
     ],
 )
 def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(

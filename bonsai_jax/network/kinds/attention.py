@@ -23,6 +23,7 @@ from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, attend, cache_layouts, device, problems, selection, serializable
+from pallas_kernels.attention import EXACT
 from pallas_kernels.attention import TAPS as KERNEL_TAPS
 from pallas_kernels.cache_layouts import Pages
 
@@ -179,7 +180,7 @@ class Attention:
         read them as they are stored (pallas_kernels/attention/prefill_pages.py); else 0."""
         stored = str(run.cache_dtype)
         as_stored = cache_layouts.get(stored).PREFILL in (stored, None)
-        if as_stored or self.prefill_kernel(run) == "reference":
+        if as_stored or self.prefill_kernel(run) in EXACT:
             return 0
         tokens = -(-run.context // run.page_size) * run.page_size
         return tokens * 2 * self.num_kv_heads * cache_layouts.bytes_per_head("float16", self.head_dim)
@@ -197,7 +198,7 @@ class Attention:
 def read_size(prefill_impl: str, rows: int = 1) -> int:
     """Tokens of each sequence that prefill takes through the layers at a time, of so many sequences: enough
     to fill a GPU's tensor cores, and few enough to bound the memory of activations."""
-    return PREFILL_CHUNK if prefill_impl == "reference" else max(PREFILL_CHUNK, PREFILL_BATCH // rows)
+    return PREFILL_CHUNK if prefill_impl in EXACT else max(PREFILL_CHUNK, PREFILL_BATCH // rows)
 
 
 PREFILL_CHUNK = 512  # tokens of a sequence
@@ -438,7 +439,7 @@ def phases(settings: Attention) -> tuple[Product, Mixing, Product]:
 
 def check_taps(place: Place, kernel: str) -> None:
     """Raise NotImplementedError for what cannot be tapped where `kernel` computes attention."""
-    if kernel not in ("reference", "cpu") and (inner := [name for name in place.taps if name in KERNEL_TAPS]):
+    if kernel not in EXACT and (inner := [name for name in place.taps if name in KERNEL_TAPS]):
         raise NotImplementedError(
             f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "
             f"itself; with it all but {', '.join(KERNEL_TAPS)} can be tapped. bj.forward has all, as has a "
