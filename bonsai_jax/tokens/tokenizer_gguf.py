@@ -26,7 +26,8 @@ from bonsai_jax.tokens.vocabulary import (
 
 _LONGEST_PIECE = 1024  # characters; tokens of real vocabularies have at most a few hundred
 
-# A user-defined token of one of these names, or of END_TEXTS, is a control token, as in llama.cpp.
+# A token of one of these names, or of END_TEXTS, is a control token whatever the file says, as in llama.cpp.
+# Files of Qwen say that "</s>" is a normal one.
 _FILL_TEXTS = (  # noqa: SIM905
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
@@ -116,8 +117,9 @@ class _Tokens:
         if len(ids) != len(texts):
             id = next(id for id, text in enumerate(texts) if ids[text] != id)
             raise ValueError(f"tokenizer.ggml.tokens: {texts[id][:80]!r} is both {id} and {ids[texts[id]]}")
-        for text in END_TEXTS + _FILL_TEXTS:
-            if text in ids and kinds[ids[text]] == USER_DEFINED:
+        ends = [text for text in END_TEXTS if text not in marks(ids)]
+        for text in ends + _FILL_TEXTS:
+            if text in ids and kinds[ids[text]] in (NORMAL, USER_DEFINED, UNUSED):
                 kinds[ids[text]] = CONTROL
         bpe_ids = dict(ids)
         for id in np.flatnonzero(np.frombuffer(kinds, np.uint8) == CONTROL):
@@ -291,6 +293,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
         )
 
     merges = _merges(metadata)
+    control = tokens.ids.keys() - tokens.bpe_ids.keys()
+    merges = [(left, right) for left, right in merges if control.isdisjoint((left, right, left + right))]
     # Bytes without a token are dropped after merging; before, they keep their neighbours from merging.
     count = len(tokens.texts)
     missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]

@@ -13,11 +13,13 @@ from bonsai_jax.tokens.vocabulary import CONTROL, NORMAL, UNKNOWN
 from tests.bonsai_jax.vocabularies import (
     RANDOM_TEXT,
     TEXTS,
+    LlamaCpp,
     byte_level_metadata,
     every_vocabulary,
     pair,
     smollm2,
     tokenizer_of,
+    write_model,
 )
 
 # ---- encoding ----
@@ -90,6 +92,26 @@ def test_end_ids_are_all_that_end_a_generation():
     ours = Tokenizer.from_gguf(metadata)
     assert {5, ours.eos_id, len(ours.texts) - 1} <= ours.eos_ids
     assert ours.kinds[-1] == CONTROL  # a user-defined token of that name is one, as in llama.cpp
+
+
+def test_a_normal_token_that_looks_like_an_end_is_a_control_token_as_in_llama_cpp(tmp_path):
+    """Files of Qwen2.5 and Qwen3.5 have "</s>" as a normal token, made by a merge."""
+    metadata = byte_level_metadata("qwen2")
+    tokens, merges = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
+    extra = [token for token in ("</", "</s", "</s>", "[PAD]") if token not in tokens]
+    metadata = metadata | {
+        "tokenizer.ggml.tokens": [*tokens, *extra],
+        "tokenizer.ggml.token_type": [*metadata["tokenizer.ggml.token_type"], *[NORMAL] * len(extra)],
+        "tokenizer.ggml.merges": [*merges, "< /", "</ s", "</s >"],
+    }
+    write_model(path := tmp_path / "model.gguf", metadata)
+    ours, oracle = Tokenizer.from_gguf(metadata), LlamaCpp(path)
+    end = ours.texts.index("</s>")
+    for text in ("</s>", "a</s>b", " </s></s> ", "<|im_end|></s>", "<s></s", "x[PAD]y", "<p>7</s></p>"):
+        assert ours.encode(text) == oracle.encode(text), text
+        assert (end in ours.encode(text)) == ("</s>" in text)
+        assert end not in ours.encode(text, parse_special=False)  # llama.cpp may merge it from its characters
+    assert end in ours.eos_ids and ours.decode([end]) == ""
 
 
 def test_equal_merges_and_unreachable_tokens_do_no_harm():
