@@ -153,11 +153,11 @@ class _Writer:
                 ffi.result(frame, 0).at(place[h]).store(out)
 
     def _sink(self, frame: Value, head: Value) -> Value | None:
-        """The sink of a query head, of all rows' heads by number."""
+        """The sink of a query head, which is one of all tokens' heads by number."""
         if not self.kernel.sinks:
             return None
         layer = ffi.argument(frame, LAYER).load(I32).signed(I64)
-        heads = ffi.size(frame, Q, 1)
+        heads = ffi.size(frame, Q, 2)
         sinks = ffi.argument(frame, KEY_SCALES if self.scale is None else VALUE_SCALES + 1)
         return sinks.at((layer * heads + head % heads) * 4).load(F32)
 
