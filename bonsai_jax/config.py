@@ -78,9 +78,10 @@ class ModelConfig:
     rms_norm_eps     of every norm
     layers           what each layer does (network/kinds)
     embedding_scale  the embedding's rows are multiplied by it
+    residual_scale   what each half of a layer adds to its input is multiplied by it
     logit_scale      logits are multiplied by it
     layer_norm       norms subtract the mean first: LayerNorm without bias (Ba et al. 2016); else RMSNorm
-    logit_softcap    logits become c tanh(logits / c); None: they stay as they are
+    logit_softcap    logits, after that, become c tanh(logits / c); None: they stay as they are
     skipped          prefixes of tensor names that are not loaded: a draft layer, a vision tower
     draft            prefix of the draft layer's tensors (network/draft.py); None: the file has none, or it is
                      not loaded (RunConfig.draft)
@@ -93,6 +94,7 @@ class ModelConfig:
     rms_norm_eps: float
     layers: tuple[Layer, ...]
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0
     logit_scale: float = 1.0
     layer_norm: bool = False
     logit_softcap: float | None = None

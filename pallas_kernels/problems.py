@@ -103,7 +103,7 @@ class Step:
                 and output in place of the first two), each as the (format, rows) that lie below each other;
                 None where q, k and v are not joined or a matrix has no tiles
     widths      of each layer the inputs of o; (): as many as q is wide
-    plain       whether all layers mix tokens by attention without gates
+    plain       whether all layers mix tokens by attention that has nothing but what `attention` says
     folded      whether weights are folded (rotation.py)
     post_norms  whether what a half of a layer adds to its input is normed first
     unknown     names of settings and arrays of the model that no kernel of several phases was written for

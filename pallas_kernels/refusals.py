@@ -198,6 +198,8 @@ def _one_launch_with_experts(problem: Step) -> str | None:
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
+    if (problem.attention.rotated or 0) % 64:
+        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns multiples of 64"
     from pallas_kernels.step import experts_plan  # only GPUs need it
 
     assert problem.layers is not None and problem.experts is not None
@@ -271,7 +273,7 @@ def _several_phases(problem: Step) -> str | None:
 def _plain(problem: Step) -> str | None:
     """Why a kernel of all layers does not have their kind, or None."""
     if not problem.plain or problem.folded:
-        return "the kernel has attention without gates, and weights that are not folded"
+        return "the kernel has plain attention, without gates, and weights that are not folded"
     return None
 
 

@@ -129,6 +129,7 @@ def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCach
         group=0,
         index=0,
         eps=config.rms_norm_eps,
+        residual_scale=config.residual_scale,
         positions=positions,
         rotations=rope.rotations(config, params.rope_frequencies, positions),
         num_keys=positions.max() + 1,

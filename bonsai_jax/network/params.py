@@ -86,7 +86,7 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
         weights = {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
         models.append(fields | {"layers": weights})
     model, *draft = models
-    frequencies = rope.model_frequencies(plan.config, model.get("rope_divisors"))
+    frequencies = rope.model_frequencies(plan.config, plan.run.context, model)
     return Params(
         embed=model["embed"],
         layers=model["layers"],

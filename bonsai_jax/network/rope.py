@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import jax.numpy as jnp
@@ -27,12 +27,14 @@ class Rope:
     truncate           yarn: whether the two borders are whole numbers of pairs
     mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
     low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
+    short_, long_factors   longrope: by which the frequency of each pair is divided where the model is loaded
+                       for a context of at most the original one, and for a longer one; (): by 1
     """
 
     base: float
     dim: int
     interleaved: bool = False
-    scaling: Literal["none", "linear", "yarn", "llama3"] = "none"
+    scaling: Literal["none", "linear", "yarn", "llama3", "longrope"] = "none"
     factor: float = 1.0
     original_context: int = 0
     beta_fast: float = 32.0
@@ -41,6 +43,8 @@ class Rope:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         if not self.base > 1:
@@ -52,19 +56,32 @@ class Rope:
                 f"rope: low_freq_factor is {self.low_freq_factor}; "
                 f"it must be below high_freq_factor, {self.high_freq_factor}"
             )
+        for name in ("short_factors", "long_factors"):
+            if (given := len(getattr(self, name))) not in (0, self.pairs):
+                raise ValueError(f"rope: {given} {name}; expected one for each of {self.pairs} pairs")
+            if min(getattr(self, name), default=1.0) <= 0:
+                raise ValueError(f"rope: {name} are {getattr(self, name)}; numbers above 0 are expected")
 
     @property
     def pairs(self) -> int:
         return self.dim // 2
 
 
-def yarn_mscale(factor: float) -> float:
-    """YaRN's factor on cos and sin, 0.1 ln(factor) + 1 (Peng et al. 2023): 1.1386 for a fourfold context."""
-    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+def yarn_mscale(factor: float, multiplier: float = 1.0) -> float:
+    """YaRN's factor on cos and sin, 0.1 multiplier ln(factor) + 1 (Peng et al. 2023): 1.1386 for a fourfold
+    context."""
+    return 0.1 * multiplier * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def frequencies(rope: Rope) -> np.ndarray:
-    """Radians per position of each pair, float32 [dim / 2].
+def longrope_mscale(factor: float, original_context: int) -> float:
+    """LongRoPE's factor on cos and sin, sqrt(1 + ln(factor) / ln(original context)) (Ding et al. 2024)."""
+    if factor <= 1.0 or original_context <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(factor) / math.log(original_context))
+
+
+def frequencies(rope: Rope, context: int = 0) -> np.ndarray:
+    """Radians per position of each pair, float32 [dim / 2], of a model loaded for so many tokens.
 
     none    theta_i = base^(-2 i / dim)
     linear  theta_i / factor
@@ -72,6 +89,7 @@ def frequencies(rope: Rope) -> np.ndarray:
             where it turns less than beta_slow times, and a ramp over i between the two (Peng et al. 2023, as
             in llama.cpp)
     llama3  the same idea with borders in wavelengths and a ramp over frequency (Llama 3.1)
+    longrope  theta_i / long_factors_i in contexts above the original one, else theta_i / short_factors_i
     """
     i = np.arange(rope.pairs)
     theta = rope.base ** (-2.0 * i / rope.dim)
@@ -79,6 +97,9 @@ def frequencies(rope: Rope) -> np.ndarray:
         return theta.astype(np.float32)
     if rope.scaling == "linear":
         return (theta / rope.factor).astype(np.float32)
+    if rope.scaling == "longrope":
+        factors = rope.long_factors if context > rope.original_context else rope.short_factors
+        return (theta / np.array(factors or [1.0])).astype(np.float32)
     turns = rope.original_context * theta / (2 * math.pi)  # within the original context
     if rope.scaling == "llama3":
         keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -104,13 +125,21 @@ def ropes(config: ModelConfig) -> tuple[Rope, ...]:
     return tuple(dict.fromkeys(one for one in each if one is not None))
 
 
-def model_frequencies(config: ModelConfig, divisors: Float[Array, "R"] | None) -> list[np.ndarray]:
-    """`frequencies` of each of a model's ropes.
+def model_frequencies(
+    config: ModelConfig, context: int, tensors: Mapping[str, Float[Array, "R"]]
+) -> list[np.ndarray]:
+    """`frequencies` of each of a model's ropes, in a model loaded for so many tokens.
 
-    divisors  of each pair, by which llama.cpp writes Llama 3's scaling of the frequencies; None: 1
+    tensors  what GGUF files hold, of each pair: "rope_divisors", by which llama.cpp writes Llama 3's scaling;
+             "rope_long" and "rope_short", longrope's factors. Frequencies are divided by those that there are
     """
-    by = np.float32(1) if divisors is None else np.asarray(divisors)
-    return [np.asarray(frequencies(rope) / by, np.float32) for rope in ropes(config)]
+
+    def divided(rope: Rope) -> np.ndarray:
+        chosen = "rope_long" if context > rope.original_context else "rope_short"
+        by = tensors.get("rope_divisors", tensors.get(chosen, np.float32(1)))
+        return np.asarray(frequencies(rope, context) / np.asarray(by), np.float32)
+
+    return [divided(rope) for rope in ropes(config)]
 
 
 def rotation(

@@ -85,7 +85,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=plan.placement.axis is not None,
         widths=tuple(mixer.output_width for layer in config.layers for mixer in layer.mixers),
-        plain=len({layer.mixer for layer in config.layers}) == 1 and not config.attention.gated,
+        plain=len({layer.mixer for layer in config.layers}) == 1 and config.attention.plain,
         folded=folded,
         post_norms=any(vector.array == "post_norm" for vector in plan.vectors),
         unknown=_unknown(plan),

@@ -165,8 +165,10 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
             names = {}
         for layer, name in names.items():
             if name not in tensors:
+                whole = None if spec.fused is None else spec.fused.name(checkpoint.naming)
+                other = "" if whole is None else f" (or {whole.format(layer)}, with its rows)"
                 raise CheckpointError(
-                    f"{checkpoint.source}: tensor {name} is missing; "
+                    f"{checkpoint.source}: tensor {name}{other} is missing; "
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
             expected, shape = spec.sizes(config, layer), tensors[name].shape
@@ -194,10 +196,11 @@ def _without_prefix(name: str) -> str:
 def _part(
     checkpoint: Checkpoint, tensors: dict[str, Source], spec: Spec, config: ModelConfig, layer: Any, name: str
 ) -> str | None:
-    """Adds the tensor of this name where the file has a fused one in its place, whose name is returned."""
+    """Adds the tensor of this name where the file has a fused one in its place, whose name is returned. The
+    last of its tensors may have the same name: up, where gate lies before it."""
     whole = None if spec.fused is None else spec.fused.name(checkpoint.naming)
     whole = None if whole is None else whole.format(layer)
-    if spec.fused is None or whole not in tensors or name in tensors:
+    if spec.fused is None or whole not in tensors or (name in tensors and name != whole):
         return None
     if spec.fused.rows is None:
         tensors[name] = tensors[whole]

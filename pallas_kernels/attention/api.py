@@ -38,6 +38,8 @@ def attend(
     softcap: float | None = None,
     sinks: Float[Array, "L H"] | None = None,
     gated: bool = False,
+    norms_after_rope: bool = False,
+    temperature: Float[Array, "B T"] | None = None,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> tuple[Array, Pages, Pages, Array | None]:
@@ -52,6 +54,8 @@ def attend(
     window, scale, softcap, sinks  as for `attention`
     gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
                multiplied by the sigmoid of the gate
+    norms_after_rope  whether QK-norm comes after rope
+    temperature  queries are multiplied by it after both; None: they are not
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -84,7 +88,7 @@ def attend(
     if rotation is not None:
         pairs = rotation[0].shape[-1]
         within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes do
-    within_lanes = within_lanes and not callable(norms)
+    within_lanes &= not callable(norms) and not norms_after_rope and temperature is None
     if gated and not (kernel.fused and within_lanes and not taps):
         qkv, gate = _ungated(qkv, heads, head_dim)
         width = qkv.shape[-1]
@@ -96,13 +100,21 @@ def attend(
 
     def turned() -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = split(qkv.reshape(B, T, -1, head_dim))
-        if callable(norms):
-            q, k = norms(q, k)
-        elif norms[0] is not None and norms[1] is not None:
-            q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
-        if rotation is not None:
-            q, k = apply_rope(q, *rotation, interleaved), apply_rope(k, *rotation, interleaved)
-        return q, k, v
+
+        def rotated(x):
+            return x if rotation is None else apply_rope(x, *rotation, interleaved)
+
+        def normed(q, k):
+            if callable(norms):
+                return norms(q, k)
+            each = zip((q, k), norms, strict=True)
+            return tuple(x if norm is None else rms_norm(x, norm[layer], eps) for x, norm in each)
+
+        if norms_after_rope:
+            q, k = normed(rotated(q), rotated(k))
+        else:
+            q, k = map(rotated, normed(q, k))
+        return q if temperature is None else q * temperature[..., None, None], k, v
 
     if kernel.fused:
         gammas = None if callable(norms) or norms[0] is None else norms

@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from bonsai_jax.network import architectures
+from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds.attention import Attention
-from bonsai_jax.network.rope import Rope, frequencies, yarn_mscale
+from bonsai_jax.network.rope import Rope, frequencies, model_frequencies, yarn_mscale
+from bonsai_jax.network.rope_metadata import rope_from_huggingface
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from pallas_kernels import apply_rope, rms_norm
 
@@ -68,6 +70,44 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():
     between = (turns < 25) & (turns > 1.3)
     assert ((plain / scaled)[between] > 1).all() and ((plain / scaled)[between] < 4).all()
     assert abs(rope.mscale - 1.1386) < 1e-4
+
+
+def test_longrope_divides_by_the_factors_of_its_context():
+    """From config.json, and from the tensors of a GGUF file."""
+    short, long = tuple(1.0 + np.arange(8) / 8), tuple(np.arange(2.0, 10.0))
+    rope = Rope(1e4, 16, scaling="longrope", original_context=4096, short_factors=short, long_factors=long)
+    plain = frequencies(Rope(1e4, 16))
+    as_tensors = {"rope_short": np.float32(short), "rope_long": np.float32(long)}
+    for context, factors in ((512, short), (4096, short), (4097, long)):
+        np.testing.assert_allclose(frequencies(rope, context), plain / factors, rtol=1e-6)
+        config = architectures.config_of(open_checkpoint("synth:tiny-llama:f32"))
+        config = llama.with_attention(config, rope=Rope(1e4, 16, original_context=4096))
+        (found,) = model_frequencies(config, context, as_tensors)
+        np.testing.assert_allclose(found, plain / factors, rtol=1e-6)
+    with pytest.raises(ValueError, match="7 long_factors; expected one for each of 8 pairs"):
+        Rope(1e4, 16, scaling="longrope", long_factors=long[1:])
+
+
+@pytest.mark.parametrize(
+    "said, mscale",
+    [
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),  # Ministral 3
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(16) + 1) / (0.05 * math.log(16) + 1)),
+        ({"attention_factor": 1.5}, 1.5),
+        ({}, 0.1 * math.log(16) + 1),
+    ],
+)
+def test_what_multiplies_yarn_s_cosines(said, mscale):
+    yarn = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 256, "rope_theta": 1e6}
+    metadata = {"max_position_embeddings": 4096, "rope_parameters": yarn | said}
+    assert rope_from_huggingface(metadata, 64).mscale == pytest.approx(mscale)
+
+
+def test_a_part_of_a_head_turns_as_the_config_says():
+    metadata = {"max_position_embeddings": 4096, "rope_theta": 1e4, "partial_rotary_factor": 0.75}
+    assert rope_from_huggingface(metadata, 128).dim == 96
+    with pytest.raises(ValueError, match=r"partial_rotary_factor is 1\.5; at most 1 is expected"):
+        rope_from_huggingface(metadata | {"partial_rotary_factor": 1.5}, 128)
 
 
 def test_llama3_scaling_against_its_published_form():

@@ -21,7 +21,7 @@ from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING, room
 
-attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated"))
+attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated", "scale", "norms_after_rope"))
 
 
 def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
@@ -144,6 +144,30 @@ def test_without_a_rope_nothing_is_rotated(D, normed):
         np.testing.assert_array_equal(array, want[name])
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 2):
         out, *pages, _ = attend(*args, **rest, impl="decode")
+    np.testing.assert_allclose(out, want[0], atol=3e-5, rtol=1e-5)
+    np.testing.assert_allclose(pages, want[1:3], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("H, change", [(4, {"norms_after_rope": True}), (2, {"temperature": 1.7})])
+def test_the_kernel_is_given_queries_and_keys_that_it_would_not_prepare_itself(H, change):
+    """Beside numpy: QK-norm after the rope, and a temperature, which is a factor on scores."""
+    D, lengths = 64, [40, -1, 7]
+    args, rest = problem(H, 2, D, lengths, 16, "float32", False, True)
+    qkv, positions, (cos, sin) = args[0], args[4], rest["rotation"]
+    if "temperature" in change:
+        change = {"temperature": np.full(positions.shape, change["temperature"], np.float32)}
+        want = attend_jit(*args, **rest, scale=1.7 * D**-0.5)
+    else:
+        x = np.float64(qkv).reshape(3, 1, H + 4, D)
+        a, b = np.split(x[:, :, : H + 2], 2, axis=-1)
+        cos, sin = cos[:, :, None], sin[:, :, None]
+        x[:, :, : H + 2] = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        plain = {"rotation": None, "norms": rest["norms"]}
+        want = attend_jit(np.float32(x).reshape(qkv.shape), *args[1:], **rest | plain)
+    reference = attend_jit(*args, **rest, **change)
+    np.testing.assert_allclose(reference[0], want[0], atol=1e-5, rtol=1e-5)
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 2):
+        out, *pages, _ = attend(*args, **rest, **change, impl="decode")
     np.testing.assert_allclose(out, want[0], atol=3e-5, rtol=1e-5)
     np.testing.assert_allclose(pages, want[1:3], atol=1e-5, rtol=1e-5)
 

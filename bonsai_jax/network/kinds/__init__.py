@@ -31,9 +31,12 @@ are stored by this name: params.layers["attention"], cache.states["attention"].
 
 import dataclasses
 import importlib
+import itertools
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
-from bonsai_jax.weights.specs import Spec
+from bonsai_jax.weights.specs import Fused, Rows, Spec
 
 NAMES = ("attention", "delta_net", "short_conv", "mamba2", "mlp", "plain_mlp", "experts")
 
@@ -44,16 +47,26 @@ def get(name: str) -> ModuleType:
 
 
 def tensors(
-    kind: str, *fields: str, optional: bool = False, **names: tuple[str, str | None]
+    kind: str,
+    *fields: str,
+    optional: bool = False,
+    rows_of: tuple[str | None, str | None] | None = None,
+    **names: tuple[str, str | None],
 ) -> tuple[Spec, ...]:
     """Specs of the tensors that layers of a kind have.
 
     fields    of the kind's TENSORS, under their usual names
     names     field=(GGUF, Hugging Face): the same under others, without the layer's prefix
     optional  whether a file may lack them
+    rows_of   (GGUF, Hugging Face): a tensor in which those of `fields` may lie below each other, without the
+              layer's prefix
     """
     menu = get(kind).TENSORS
     usual = {field: (menu[field].gguf, menu[field].huggingface) for field in fields}
+    fused = {field: menu[field].fused for field in (*fields, *names)}
+    if rows_of is not None:
+        counts = [menu[field].shape[0] for field in fields]
+        fused |= {field: Fused(*rows_of, _below(counts, i)) for i, field in enumerate(fields)}
     return tuple(
         dataclasses.replace(
             menu[field],
@@ -61,7 +74,17 @@ def tensors(
             gguf=f"blk.{{}}.{gguf}",
             huggingface=None if huggingface is None else f"model.layers.{{}}.{huggingface}",
             optional=optional,
-            fused=(fused := menu[field].fused) and fused.under("blk.{}.", "model.layers.{}."),
+            fused=(whole := fused[field]) and whole.under("blk.{}.", "model.layers.{}."),
         )
         for field, (gguf, huggingface) in {**usual, **names}.items()
     )
+
+
+def _below(counts: list[str], i: int) -> Callable[[Any], Rows]:
+    """The rows of the i-th of several matrices that lie below each other; counts: names of settings."""
+
+    def rows(settings: Any) -> Rows:
+        ends = list(itertools.accumulate(getattr(settings, name) for name in counts))
+        return Rows(1, ends[-1], ((ends[i - 1] if i else 0, ends[i]),))
+
+    return rows

@@ -29,8 +29,8 @@ from pallas_kernels.cache_layouts import Pages
 
 PRODUCTS = ("qkv", "o")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = (
-    "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale", "softcap", "gated",
-    "sinks", "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
+    "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale", "softcap", "gated", "temperature",
+    "norms_after_rope", "sinks", "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
 )  # fmt: skip
 SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 
@@ -47,6 +47,9 @@ class Attention:
     gated    outputs are multiplied by the sigmoid of a gate as wide, which W_q makes too: for each head its
              query, then its gate
     sinks    whether each query head has a learnt score that joins the softmax (gpt-oss)
+    temperature  (f, L): queries are multiplied by 1 + f ln(floor(position / L) + 1) after the rope, as in
+             Llama 4; None: they are not
+    norms_after_rope  whether QK-norm comes after the rope, not before it
     """
 
     num_heads: int
@@ -58,6 +61,8 @@ class Attention:
     softcap: float | None = None
     gated: bool = False
     sinks: bool = False
+    temperature: tuple[float, int] | None = None
+    norms_after_rope: bool = False
 
     kind = "attention"
 
@@ -78,6 +83,14 @@ class Attention:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"model config: a query sees {self.window} keys; at least its own is expected")
+
+    @property
+    def plain(self) -> bool:
+        """Whether it has no settings but those that launches of all layers know (`problems`)."""
+        known = (self.num_heads, self.num_kv_heads, self.head_dim, self.rope)
+        rope = self.rope
+        in_lanes = rope is None or not rope.interleaved or rope.dim == self.head_dim
+        return in_lanes and self == Attention(*known, self.window, self.scale, self.softcap, sinks=self.sinks)
 
     @property
     def q_width(self) -> int:
@@ -246,7 +259,7 @@ class Weights(struct.PyTreeNode):
     qkv        queries, keys and values, one matrix where their formats agree
     norm       of the input; None: it is not normed
     qkv_bias   added to queries, keys and values
-    q_norm, k_norm   of each head of queries and of keys, before the rope
+    q_norm, k_norm   of each head of queries and of keys, before the rope or after it
     q_row_norm, k_row_norm      the same of all heads of a token together
     q_head_norms, k_head_norms  the same of each head, by weights of its own
     sub_norm   of attention's output, before W_o
@@ -399,8 +412,9 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
         rotation=None if rope is None else place.rotations[rope],
         interleaved=rope is not None and rope.interleaved, norms=_qk_norms(place), eps=place.eps,
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
-        scale=settings.scale, softcap=settings.softcap, gated=settings.gated, workspace=workspace,
-        taps=place.taps, sinks=w.sinks,
+        scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
+        norms_after_rope=settings.norms_after_rope, temperature=temperatures(settings, place.positions),
+        workspace=workspace, taps=place.taps, sinks=w.sinks,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
 
@@ -418,6 +432,14 @@ def _qk_norms(place: Place) -> Any:
     if w.q_head_norms is not None or (place.layer_norm and q_norms is not None):
         return lambda q, k: (place.norm(q, q_norms), place.norm(k, k_norms))
     return w.head_norms
+
+
+def temperatures(settings: Attention, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
+    """Attention.temperature of the queries at these positions."""
+    if settings.temperature is None:
+        return None
+    factor, length = settings.temperature
+    return 1 + factor * jnp.log((jnp.maximum(positions, 0) // length + 1).astype(jnp.float32))
 
 
 def phases(settings: Attention) -> tuple[Product, Mixing, Product]:

@@ -37,6 +37,7 @@ class Place:
     axis       the mesh axis over which matrices are split; None: they are whole
     peers      where devices write into each other's memory (Params.peers)
     taps       what reads or edits values on their way (network/taps.py)
+    residual_scale  what a block adds to its input is multiplied by it
     updates    where given, recurrent state is left as it is, and what would change it is put here, for
                the kind's `replay`
     layer_norm  norms subtract the mean first (ModelConfig.layer_norm)
@@ -55,6 +56,7 @@ class Place:
     axis: str | None = None
     peers: jax.Array | None = None
     taps: Mapping[str, Tap] = NO_TAPS
+    residual_scale: float = 1.0
     updates: dict[str, Any] | None = None
     layer_norm: bool = False
     start: jax.Array | None = None
@@ -104,10 +106,10 @@ def add_product(
     sub_norm: Float[Array, "L K"] | None = None,
     bias: Float[Array, "L H"] | None = None,
 ) -> jax.Array:
-    """x + tap(post_norm(sub_norm(h) W.T + bias)), with the norms and the bias that there are. Where inputs of
-    W are split over devices, each has a part of the product, and x and the bias are added to their sum
-    once."""
-    edits = post_norm is not None or bias is not None or tap in place.taps
+    """x + tap(residual_scale post_norm(sub_norm(h) W.T + bias)), with the norms and the bias that there are.
+    Where inputs of W are split over devices, each has a part of the product, and x and the bias are added to
+    their sum once."""
+    edits = post_norm is not None or bias is not None or place.residual_scale != 1 or tap in place.taps
     if sub_norm is not None and place.axis is not None:
         h, sub_norm = place.norm(h, sub_norm, split=True), None
     if place.axis is None and not edits:
@@ -138,12 +140,13 @@ def add(
     post_norm: Float[Array, "L H"] | None = None,
     bias: Float[Array, "L H"] | None = None,
 ) -> jax.Array:
-    """x + tap(norm(y + bias)); where each device has a part of y, after the sum of the parts."""
+    """x + tap(residual_scale norm(y + bias)); where each device has a part of y, after the sum of the
+    parts."""
 
     def branch(y: jax.Array) -> jax.Array:
         y = y if bias is None else y + bias[place.index]
         y = y if post_norm is None else place.norm(y, post_norm)
-        return place.tapped(tap, y)
+        return place.tapped(tap, y if place.residual_scale == 1 else y * place.residual_scale)
 
     if place.axis is None:
         return x + branch(y)
