@@ -19,8 +19,12 @@ from checkpoints import (
 )
 from pallas_kernels import formats
 
-# What "model." is in Hugging Face files of models that also see images.
-MULTIMODAL = ("model.language_model.", "language_model.model.")
+# How names begin in Hugging Face files of models that also see images, and in those of text models.
+MULTIMODAL = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 Source = Tensor | Gathered | Microscaled | Part | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
@@ -188,9 +192,19 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
     return matched
 
 
+def text_tensor(tensors: Mapping[str, Any], name: str) -> Any:
+    """The tensor that a text model has under this name, also in a file of a model that sees images too.
+    Raises KeyError where there is none."""
+    for own, tensor in tensors.items():
+        if _without_prefix(own) == name:
+            return tensor
+    raise KeyError(name)
+
+
 def _without_prefix(name: str) -> str:
-    start = next((start for start in MULTIMODAL if name.startswith(start)), None)
-    return name if start is None else name.replace(start, "model.", 1)
+    """As a text model's tensor is called."""
+    start = next((start for start in MULTIMODAL if name.startswith(start)), "")
+    return MULTIMODAL.get(start, "") + name.removeprefix(start)
 
 
 def _part(

@@ -13,6 +13,7 @@ from bonsai_jax.network.kinds.attention import Attention
 from bonsai_jax.network.kinds.mlp import Mlp
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope_metadata import rope_from_gguf, rope_from_huggingface
+from bonsai_jax.weights import specs
 from bonsai_jax.weights.metadata import positive, whole
 from bonsai_jax.weights.specs import Spec
 
@@ -79,7 +80,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     return ModelConfig(
         architecture=metadata["model_type"],
         hidden=hidden,
-        vocab_size=tensors["model.embed_tokens.weight"].shape[0],
+        vocab_size=specs.text_tensor(tensors, "model.embed_tokens.weight").shape[0],
         context_length=whole(metadata, "max_position_embeddings"),
         rms_norm_eps=positive(metadata, "rms_norm_eps"),
         layers=tuple(Layer(mixer, mlp) for mixer in mixers),
