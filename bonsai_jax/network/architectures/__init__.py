@@ -44,6 +44,9 @@ ALIASES = {
     "command-r": "command_r",
     "cohere": "command_r",
     "gpt-oss": "gpt_oss",
+    "ministral3": "mistral3",
+    "hunyuan-dense": "hunyuan_dense",
+    "hunyuan_v1_dense": "hunyuan_dense",
 }
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory
