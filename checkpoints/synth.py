@@ -7,7 +7,7 @@ without a file. Tensors are only descriptions: their blocks are drawn on the dev
 import dataclasses
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,8 @@ class _Model:
     windows: _Windows | None = None
     folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
     logit_scale: float = 0.0  # 0: none
+    rotated: int = 0  # values of a head that rope rotates; 0: all
+    more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys of its own
 
     @property
     def is_gemma(self) -> bool:
@@ -98,7 +100,7 @@ class _Model:
 
     @property
     def has_post_norms(self) -> bool:
-        return self.is_gemma or not self.has_pre_norms
+        return self.is_gemma or self.architecture == "glm4" or not self.has_pre_norms
 
     def head_norms(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Shapes of the norms of queries and of keys: of a head, or of all together."""
@@ -115,8 +117,18 @@ class _Model:
     def has_head_norms(self) -> bool:
         if self.is_gemma:
             return self.windows is not None and self.windows.head_norms
-        named = ("qwen3", "qwen3moe", "exaone4", "apertus", "maple")
+        named = ("qwen3", "qwen3moe", "exaone4", "apertus", "maple", "hunyuan-dense")
         return self.delta is not None or self.architecture in named
+
+    @property
+    def has_biases(self) -> bool:
+        """Of q, k and v."""
+        return self.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss", "seed_oss", "glm4")
+
+    @property
+    def joins(self) -> tuple[str, ...]:
+        """Which matrices are one tensor."""
+        return {"phi3": ("qkv", "gate and up"), "glm4": ("gate and up",)}.get(self.architecture, ())
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -215,6 +227,24 @@ MODELS = {
         "gpt-oss", 4, 288, 160, 4, 2, 64, 512, 2048, 1.5e5, False, 306, "gpt-4o", yarn=(4.0, 512),
         norm_eps=1e-5, experts=_Experts(8, 3, 160), windows=_Windows(48, 2),
     ),
+    # Llamas with something else. A file named phi3 would need Phi-3's special tokens in llama.cpp.
+    "tiny-smollm3": _Model("smollm3", 5, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306),
+    "tiny-granite": _Model(
+        "granite", 2, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306,
+        more={"embedding_scale": 3.0, "residual_scale": 0.5, "attention.scale": 0.25, "logit_scale": 1.5},
+    ),
+    "tiny-mistral3": _Model(
+        "mistral3", 2, 256, 512, 4, 2, 64, 512, 2048, 1e6, False, 306, yarn=(16.0, 128),
+        more={"attention.temperature_scale": 0.1, "rope.scaling.yarn_log_multiplier": 1.0},
+    ),
+    "tiny-seed-oss": _Model("seed_oss", 2, 256, 512, 4, 2, 128, 512, 2048, 1e6, False, 306),
+    "tiny-glm4": _Model("glm4", 2, 256, 512, 4, 2, 64, 512, 2048, 1e4, False, 306, rotated=32),
+    "tiny-phi4": _Model(
+        "phi3", 2, 256, 512, 4, 2, 64, 512, 2048, 1e4, False, 306, rotated=48,
+        more={"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": math.sqrt(1.375)},
+    ),
+    "tiny-ernie4.5": _Model("ernie4_5", 2, 256, 512, 4, 1, 64, 512, 2048, 5e5, True, 306),
+    "tiny-hunyuan": _Model("hunyuan-dense", 2, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
     ),
@@ -336,7 +366,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         return name, "f32", (width,), 1.0, 0.1
 
     def feed_forward(i: int, down_format: str):
-        named_after = model.delta is not None or model.architecture in ("glm4moe", "gpt-oss")
+        named_after = model.delta is not None or model.architecture in ("glm4moe", "gpt-oss", "seed_oss")
         if model.has_pre_norms and not model.is_parallel:
             yield norm(f"blk.{i}.{'post_attention' if named_after else 'ffn'}_norm.weight", hidden)
         if (e := model.experts) is not None and i >= e.dense:
@@ -362,9 +392,10 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
             if e.gated:
                 yield f"blk.{i}.ffn_gate_inp_shexp.weight", "f32", (hidden,), 0.0, 1 / math.sqrt(hidden)
             return
-        if model.architecture not in ("arcee", "apertus"):
+        joined = "gate and up" in model.joins
+        if model.architecture not in ("arcee", "apertus") and not joined:
             yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
-        yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
+        yield linear(f"blk.{i}.ffn_up.weight", (1 + joined) * model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
         if model.architecture == "bitnet":
             yield norm(f"blk.{i}.ffn_sub_norm.weight", model.ffn)
@@ -390,13 +421,16 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
             yield from _delta_net(model, f"blk.{i}", linear, norm, base, residual)
             yield from feed_forward(i, down_format)
             continue
-        yield linear(f"blk.{i}.attn_q.weight", q_width * (2 if model.delta else 1), hidden)
-        yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
-        yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
+        if "qkv" in model.joins:
+            yield linear(f"blk.{i}.attn_qkv.weight", q_width + 2 * kv_width, hidden)
+        else:
+            yield linear(f"blk.{i}.attn_q.weight", q_width * (2 if model.delta else 1), hidden)
+            yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
+            yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
         if model.is_gpt_oss:
             yield f"blk.{i}.attn_sinks.weight", "f32", (model.heads,), 0.0, 1.0
             yield f"blk.{i}.attn_output.bias", "f32", (hidden,), 0.0, 0.1
-        if model.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss"):
+        if model.has_biases:
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
         for name, shape in zip(("attn_q_norm", "attn_k_norm"), model.head_norms() or (), strict=False):
@@ -410,6 +444,9 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
     yield "output_norm.weight", "f32", (hidden,), 5.0 if model.is_gemma else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
+    if model.architecture == "phi3":
+        for length, mean in ("short", 1.5), ("long", 4.0):
+            yield f"rope_factors_{length}.weight", "f32", (model.rotated // 2,), mean, 0.1
 
 
 def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
@@ -498,6 +535,9 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
             "rope.scaling.factor": factor,
             "rope.scaling.original_context_length": original,
         }
+    if model.rotated:
+        hyperparameters["rope.dimension_count"] = model.rotated
+    hyperparameters |= model.more
     return {
         "general.architecture": model.architecture,
         "general.type": "model",

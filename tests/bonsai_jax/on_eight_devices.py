@@ -161,6 +161,8 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
     "source, weights",
     [
         ("tiny-arcee:q8_0", "packed"),  # a feed-forward without a gate
+        ("tiny-phi4:q8_0", "packed"),  # rows of joined tensors
+        ("tiny-granite:q8_0", "packed"),  # a scale of what is added
         ("tiny-qwen2:q8_0", "packed"),  # biases; tied embeddings, whose text varies too little to compare it
         ("tiny-olmo3:q8_0", "packed"),  # norms of all heads of a token
         ("tiny-bitnet:q8_0", "packed"),  # norms before the output matrices

@@ -147,8 +147,12 @@ def test_loading_reports_progress():
     )
 
 
-def huggingface_folder(source: str, folder: Path) -> Path:
-    """A synthetic model as the Hugging Face folder that it would be, in two safetensors shards."""
+def huggingface_folder(source: str, folder: Path, *, permuted: bool = True, **more) -> Path:
+    """A synthetic model as the Hugging Face folder that it would be, in two safetensors shards.
+
+    permuted   whether rows of q and k that are interleaved in GGUF files are in halves
+    more       what else config.json says
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     checkpoint = open_checkpoint(source)
@@ -157,14 +161,15 @@ def huggingface_folder(source: str, folder: Path) -> Path:
     named = {}
     for spec in specs:
         for layer in range(config.num_layers if "{}" in spec.gguf else 1):
-            if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is None:
+            gguf, huggingface = spec.rows_of if spec.rows_of[0] else (spec.gguf, spec.huggingface)
+            if huggingface is None or (t := checkpoint.tensors.get(gguf.format(layer))) is None:
                 continue
             values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
             pairs = config.attention.rope.interleaved and spec.field in ("q", "k")
-            if pairs:  # (0, 1), (2, 3) ... to halves
+            if pairs and permuted:  # (0, 1), (2, 3) ... to halves
                 heads = values.reshape(-1, config.attention.head_dim // 2, 2, config.hidden)
                 values = heads.swapaxes(1, 2).reshape(t.shape)
-            named[spec.huggingface.format(layer)] = values
+            named[huggingface.format(layer)] = values
     folder.mkdir()
     names, weight_map = list(named), {}
     for shard, part in enumerate((names[: len(names) // 2], names[len(names) // 2 :]), 1):
@@ -203,6 +208,7 @@ def huggingface_folder(source: str, folder: Path) -> Path:
                 "rms_norm_eps": config.rms_norm_eps,
                 "hidden_act": "silu" if config.mlp else "relu2",
                 **rope,
+                **more,
             }
         )
     )
