@@ -133,7 +133,7 @@ def test_taps_add_up_and_gradients_are_differences(name):
         return jax.nn.log_softmax(logits[0, -1])[7]
 
     vectors = bj.embed(model.params, tokens)
-    way = jax.random.normal(jax.random.key(0), vectors.shape)
+    way = jax.random.normal(jax.random.key(0), vectors.shape) * vectors.std()
     slope = jnp.vdot(jax.jit(jax.grad(score))(vectors), way)
     step = 1e-2
     difference = (score(vectors + step * way) - score(vectors - step * way)) / (2 * step)
