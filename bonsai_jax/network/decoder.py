@@ -280,6 +280,5 @@ def unembed(
     if params.axis is not None:
         # The last device's share of the vocabulary may be padded.
         scores = jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]
-    scores = scores if config.logit_scale == 1 else scores * config.logit_scale
     cap = config.logit_softcap
     return scores if cap is None else cap * jnp.tanh(scores / cap)
