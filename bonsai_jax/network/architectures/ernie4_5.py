@@ -5,6 +5,7 @@ import dataclasses
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import llama
 
+MODELS = "ERNIE 4.5 0.3B"
 TENSORS = llama.TENSORS
 
 config_from_gguf = llama.config_from_gguf

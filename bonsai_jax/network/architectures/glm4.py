@@ -14,6 +14,7 @@ from bonsai_jax.weights.metadata import whole
 
 ROTATED = 0.5  # of a head, where config.json does not say
 
+MODELS = "GLM-4-0414, GLM-Z1"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),

@@ -7,6 +7,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.weights.metadata import positive
 
+MODELS = "Granite 3.x, Granite 4.0"
 TENSORS = llama.TENSORS
 
 

@@ -8,6 +8,7 @@ from bonsai_jax.network.architectures import llama
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.weights.metadata import nested, positive, whole
 
+MODELS = "Hunyuan 0.5B"
 TENSORS = (
     *llama.TENSORS,
     *tensors(

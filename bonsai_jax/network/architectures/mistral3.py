@@ -9,6 +9,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.rope import yarn_mscale
 from bonsai_jax.weights.metadata import nested, positive
 
+MODELS = "Mistral Small 3.x, Ministral 3, Devstral"
 TENSORS = (
     *llama.TENSORS,
     *tensors("attention", "q_bias", "k_bias", "v_bias", "o_bias", optional=True),

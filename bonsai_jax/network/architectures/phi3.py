@@ -10,6 +10,7 @@ from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import whole
 
+MODELS = "Phi-3, Phi-3.5, Phi-4, Phi-4-mini"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "o"),

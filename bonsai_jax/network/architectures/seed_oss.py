@@ -5,6 +5,7 @@ from bonsai_jax.network.architectures import llama, qwen2
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 
+MODELS = "Seed-OSS 36B"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),

@@ -6,6 +6,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import llama
 from bonsai_jax.weights.metadata import flags, whole
 
+MODELS = "SmolLM3 3B"
 TENSORS = llama.TENSORS
 INTERVAL = 4  # GGUF files do not say it
 
