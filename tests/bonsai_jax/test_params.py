@@ -161,7 +161,8 @@ def huggingface_folder(source: str, folder: Path, *, permuted: bool = True, **mo
     named = {}
     for spec in specs:
         for layer in range(config.num_layers if "{}" in spec.gguf else 1):
-            gguf, huggingface = spec.rows_of if spec.rows_of[0] else (spec.gguf, spec.huggingface)
+            named_by = spec if spec.fused is None else spec.fused
+            gguf, huggingface = str(named_by.gguf), named_by.huggingface
             if huggingface is None or (t := checkpoint.tensors.get(gguf.format(layer))) is None:
                 continue
             values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
