@@ -88,8 +88,10 @@ def as_huggingface(
                 values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
                 values = _halves(values, spec, spec.settings(config, layer))
                 values = original.get(spec.field, np.ascontiguousarray)(values)
-                name = str(spec.huggingface).format(layer)
-                tensors[name] = Tensor(name, "f32", t.shape, values.view(np.uint8))
+                one_by_one = str(spec.huggingface).count("{}") == 2  # experts
+                for number, part in enumerate(values if one_by_one else [values]):
+                    name = str(spec.huggingface).format(layer, number)
+                    tensors[name] = Tensor(name, "f32", part.shape, np.ascontiguousarray(part).view(np.uint8))
     return dataclasses.replace(checkpoint, naming="huggingface", metadata=dict(metadata), tensors=tensors)
 
 

@@ -47,6 +47,12 @@ ALIASES = {
     "ministral3": "mistral3",
     "hunyuan-dense": "hunyuan_dense",
     "hunyuan_v1_dense": "hunyuan_dense",
+    "hunyuan-moe": "hunyuan_moe",
+    "hunyuan_v1_moe": "hunyuan_moe",
+    "lfm2_moe": "lfm2moe",
+    "granitemoeshared": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "bamba": "granitehybrid",
 }
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory
