@@ -6,6 +6,7 @@ likeliest first}.
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 import bonsai_jax as bj
@@ -20,15 +21,30 @@ class Agreement:
     same_top: float
 
 
-def agreement(model: bj.Model, rows: list[dict]) -> Agreement:
-    """Teacher-forced on the oracle's own answers: one figure over all tokens of all rows."""
+def agreement(model: bj.Model, rows: list[dict], *, padded: bool = False) -> Agreement:
+    """Teacher-forced on the oracle's own answers: one figure over all tokens of all rows.
+
+    padded  read all rows as one batch, by one program; else each by `bj.logits`
+    """
     kl, same = [], []
-    for row in rows:
+    texts = [row["prompt"] + row["tokens"][:-1] for row in rows]
+    read = padded_logits(model, texts) if padded else (bj.logits(model, ids) for ids in texts)
+    for row, scores in zip(rows, read, strict=True):
         top_ids = np.array(row["top_ids"])
-        scores = bj.logits(model, row["prompt"] + row["tokens"][:-1])[-len(top_ids) :]
+        scores = scores[-len(top_ids) :]
         kl.append(top_kl(top_ids, np.array(row["top_logprobs"]), log_softmax(scores)))
         same.append(scores.argmax(-1) == top_ids[:, 0])
     return Agreement(float(np.concatenate(kl).mean()), float(np.concatenate(same).mean()))
+
+
+def padded_logits(model: bj.Model, texts: list[list[int]]) -> list[np.ndarray]:
+    """Logits of all tokens of each text, [length, vocab], by one program."""
+    lengths = [len(ids) for ids in texts]
+    tokens = np.zeros((len(texts), max(lengths)), np.int32)
+    for row, ids in zip(tokens, texts, strict=True):
+        row[: len(ids)] = ids
+    scores, _ = bj.jitted.forward(model.params, tokens, jnp.array(lengths), model.config)
+    return [np.asarray(one)[:length] for one, length in zip(scores, lengths, strict=True)]
 
 
 def top_kl(top_ids: np.ndarray, top_logprobs: np.ndarray, log_p: np.ndarray) -> np.ndarray:

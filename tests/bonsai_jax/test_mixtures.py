@@ -10,7 +10,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,8 +19,9 @@ from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
-from tests.agreement import log_softmax, top_kl
+from tests.agreement import agreement, padded_logits
 from tests.bonsai_jax.test_oracle import answers, as_file
+from tests.bonsai_jax.tiny_files import comparable
 
 LENGTHS, WRITTEN = (1, 63, 65, 300), 8
 QWEN = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 256}
@@ -105,31 +105,14 @@ def prompt(length: int) -> list[int]:
     return np.random.default_rng(length).integers(0, 256, length).tolist()
 
 
-def logits(model: bj.Model, rows: list[list[int]]) -> list[np.ndarray]:
-    """Of all tokens of each row, by one program."""
-    tokens, lengths = np.zeros((len(rows), max(map(len, rows))), np.int32), [len(row) for row in rows]
-    for ids, row in zip(tokens, rows, strict=True):
-        ids[: len(row)] = row
-    out, _ = bj.jitted.forward(model.params, tokens, jnp.array(lengths), model.config)
-    return [np.asarray(one)[:length] for one, length in zip(out, lengths, strict=True)]
-
-
-PROMPTS = [prompt(length) for length in LENGTHS]
-
-
 @pytest.mark.parametrize("name", FOLDERS)
 def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
     """The text is greedy: of each token read after llama.cpp's own the likeliest follows."""
     path = as_file(checkpoint(name), tmp_path / "tiny.gguf")
-    rows = answers(path, tiny(name).tokenizer, PROMPTS, WRITTEN)
-    divergences = []
-    read = logits(tiny(name), [row["prompt"] + row["tokens"] for row in rows])
-    for row, scores in zip(rows, read, strict=True):
-        top_ids, found = np.array(row["top_ids"]), scores[-WRITTEN - 1 : -1]
-        divergences.append(top_kl(top_ids, np.array(row["top_logprobs"]), log_softmax(found)))
-        np.testing.assert_array_equal(found.argmax(-1), row["tokens"])
-    print(f"{name}: KL {np.mean(divergences):.2e}")
-    assert np.mean(divergences) < 1e-6
+    rows = answers(path, tiny(name).tokenizer, [prompt(length) for length in LENGTHS], WRITTEN)
+    found = agreement(tiny(name), rows, padded=True)
+    print(f"{name}: {found}")
+    assert found.kl < 1e-6 and found.same_top == 1
 
 
 def folder(name: str, *, stacked: bool, **changes) -> Checkpoint:
@@ -208,15 +191,19 @@ def loaded(file: Checkpoint) -> bj.Model:
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_a_hugging_face_folder_is_the_same_model(name, monkeypatch):
-    """Experts that are stacked there become the same arrays."""
+    """Its settings and arrays, or its logits; experts that are stacked there become the same arrays."""
     monkeypatch.setattr(architectures.get("maple"), "LIMIT", 0.5)  # the tiny model's
     model, stacked = (loaded(folder(name, stacked=stacked)) for stacked in (False, True))
-    assert model.config.architecture == tiny(name).config.architecture
     for one, other in zip(jax.tree.leaves(model.params), jax.tree.leaves(stacked.params), strict=True):
         np.testing.assert_array_equal(one, other)
-    rows = [ids + [0] * WRITTEN for ids in PROMPTS]  # as long as those above: one program
-    for got, want in zip(logits(model, rows), logits(tiny(name), rows), strict=True):
-        np.testing.assert_allclose(got, want, atol=2e-4)
+    if name == "tiny-qwen35moe":  # its v heads are in another order: other arrays, the same logits
+        texts = [prompt(length + WRITTEN - 1) for length in LENGTHS]  # as long as above: one program
+        for got, want in zip(padded_logits(model, texts), padded_logits(tiny(name), texts), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-4)
+        return
+    assert comparable(model.config) == comparable(tiny(name).config)
+    for got, want in zip(jax.tree.leaves(model.params), jax.tree.leaves(tiny(name).params), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-7)
 
 
 def with_tensors(file: Checkpoint, arrays: dict[str, np.ndarray], *without: str) -> Checkpoint:

@@ -18,9 +18,9 @@ from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from pallas_kernels import device
-from tests.agreement import log_softmax, top_kl
+from tests.agreement import agreement, padded_logits
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
-from tests.bonsai_jax.tiny_files import tiny_gguf
+from tests.bonsai_jax.tiny_files import comparable, tiny_gguf
 
 # What each has in config.json beside sizes.
 HUGGING_FACE = {
@@ -52,6 +52,7 @@ LARGE = {
     },
 }  # fmt: skip
 QUICK = [name for name in (*HUGGING_FACE, "tiny-bitnet") if name not in (*LARGE, "tiny-olmo2")]
+ALL = [*QUICK, *LARGE, "tiny-olmo2"]
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in (*LARGE, "tiny-olmo2")]
 LENGTHS = (1, 63, 65, 300)  # more than three windows of 48
 COUNT = 8  # tokens of an answer
@@ -76,24 +77,24 @@ def tiny(name: str) -> bj.Model:
 
 @pytest.mark.parametrize("name", [*QUICK, *SLOW])
 def test_llama_cpp_gives_the_same_text_and_probabilities(name, tmp_path):
-    """Read at once, and drawn token by token."""
     path = as_file(gguf_file(name), tmp_path / "tiny.gguf")
     model = tiny(name)
     rows = answers(path, model.tokenizer, [prompt(length) for length in LENGTHS], COUNT)
-    tokens = np.zeros((len(rows), max(LENGTHS) + COUNT), np.int32)
-    for i, (row, length) in enumerate(zip(rows, LENGTHS, strict=True)):
-        tokens[i, : length + COUNT] = row["prompt"] + row["tokens"]
-    ends = jnp.array(LENGTHS) + COUNT
-    scores, _ = bj.jitted.forward(model.params, jnp.array(tokens), ends, model.config)
-    kl = []
-    for row, own, length in zip(rows, scores, LENGTHS, strict=True):
-        own = np.asarray(own)[length - 1 : length - 1 + COUNT]
-        assert own.argmax(-1).tolist() == row["tokens"]
-        kl.append(top_kl(np.array(row["top_ids"]), np.array(row["top_logprobs"]), log_softmax(own)))
-    print(f"{name}: KL {np.mean(kl):.1e}")
-    assert np.mean(kl) < 1e-6
-    drawn = bj.generate(model, [rows[-1]["prompt"]], max_new_tokens=COUNT, sampling=GREEDY, ignore_eos=True)
-    assert drawn[0].tokens == rows[-1]["tokens"]
+    found = agreement(model, rows, padded=True)
+    print(f"{name}: {found}")
+    assert found.kl < 1e-6 and found.same_top == 1
+
+
+# That of most kinds of layers is for every day: windows, with a rope of their own, and a LayerNorm.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "tiny-cohere2" else pytest.mark.slow) for name in ALL]
+)
+def test_tokens_one_by_one_are_those_of_a_text_at_once(name):
+    model, ids = tiny(name), prompt(max(LENGTHS))
+    (drawn,) = bj.generate(model, [ids], max_new_tokens=COUNT, sampling=GREEDY, ignore_eos=True)
+    texts = [[*ids, *drawn.tokens[:-1]], *map(prompt, LENGTHS[:-1])]  # as many as above: one program
+    scores = padded_logits(model, texts)[0]
+    assert scores[-COUNT:].argmax(-1).tolist() == drawn.tokens
 
 
 @pytest.mark.slow
@@ -150,16 +151,6 @@ def folder(name: str, **changes) -> Checkpoint:
         "tie_word_embeddings": "lm_head.weight" not in tensors,
     }  # fmt: skip
     return Checkpoint("folder", "huggingface", metadata | HUGGING_FACE[name] | changes, tensors)
-
-
-def comparable(config: bj.ModelConfig) -> bj.ModelConfig:
-    """Without names, and without the original context of a rope that is not scaled."""
-    ropes = {
-        rope: dataclasses.replace(rope, original_context=0) if rope and rope.scaling == "none" else rope
-        for rope in (layer.mixer.rope for layer in config.layers)
-    }
-    mixers = [dataclasses.replace(layer.mixer, rope=ropes[layer.mixer.rope]) for layer in config.layers]
-    return dataclasses.replace(config.with_mixers(mixers), architecture="", skipped=())
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name in HUGGING_FACE] + [*SLOW])

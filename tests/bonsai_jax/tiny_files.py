@@ -103,6 +103,19 @@ def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
     return np.asarray(bj.jitted.forward(params.load(plan), tokens, lengths, plan.config)[0][0])
 
 
+def comparable(config: bj.ModelConfig) -> bj.ModelConfig:
+    """Without names, and without the original context of a rope that is not scaled."""
+
+    def settings(mixer):
+        rope = getattr(mixer, "rope", None)
+        if rope is None or rope.scaling != "none":
+            return mixer
+        return dataclasses.replace(mixer, rope=dataclasses.replace(rope, original_context=0))
+
+    mixers = [settings(layer.mixer) for layer in config.layers]
+    return dataclasses.replace(config.with_mixers(mixers), architecture="", skipped=())
+
+
 def _halves(values: np.ndarray, spec: Spec, settings: Any) -> np.ndarray:
     """Rows of queries and keys in the order of Hugging Face files, whose rope turns a head's halves."""
     rope = settings.rope if spec.field in ("q", "k", "q_bias", "k_bias") else None
