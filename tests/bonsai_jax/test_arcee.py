@@ -53,6 +53,13 @@ def test_hidden_vectors_are_squares():
         np.testing.assert_allclose(read["mlp"][layer, 0], hidden @ down.T, atol=1e-4)
 
 
+def test_tokens_one_by_one_are_those_of_a_text_at_once():
+    (ids, *_), count = prompts(), 12
+    (drawn,) = bj.generate(tiny(), [ids], max_new_tokens=count, sampling=GREEDY, ignore_eos=True)
+    assert bj.logits(tiny(), [*ids, *drawn.tokens[:-1]])[-count:].argmax(-1).tolist() == drawn.tokens
+
+
+@pytest.mark.slow
 def test_the_engine_a_stream_and_speculation_draw_what_generate_does():
     model = tiny()
     how = {"max_new_tokens": 12, "ignore_eos": True}
