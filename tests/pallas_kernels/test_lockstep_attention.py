@@ -294,14 +294,14 @@ def test_prompts_read_a_cache_of_bytes():
     given = []
 
     def kernel(q, k_pages, *args):
-        *args, scores = args
-        given.append((k_pages.dtype, scores))
+        *args, scores, sinks = args
+        given.append((k_pages.dtype, scores, sinks))
         return jax.jit(functools.partial(attention, num_keys=64))(q, k_pages, *args)
 
     want = attend_jit(*args, **rest)
     with lockstep(), mock.patch.object(prefill_sm80, "run", prefill_pages.run_by(kernel)):
         got = attend(*args, **rest, prefill_impl="prefill_sm80")
-    assert given == [(jnp.float16, PLAIN)]
+    assert given == [(jnp.float16, PLAIN, None)]
     np.testing.assert_allclose(got[0], want[0], atol=2e-3)
     for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(want[1:3]), strict=True):
         np.testing.assert_array_equal(a, b)

@@ -10,7 +10,7 @@ from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import llama, qwen3moe
 from bonsai_jax.network.kinds.experts import Experts
-from bonsai_jax.weights.metadata import flags, nested, positive, whole
+from bonsai_jax.weights.metadata import flags, positive, whole
 from pallas_kernels.activations import clamped_swiglu
 
 MODELS = "Maple 20B-A1B"
@@ -54,13 +54,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         normalized=bool(metadata.get("norm_topk_prob", True)),
     )
     config = llama.config_from_huggingface({"intermediate_size": experts.ffn, **alike}, tensors)
-    rope, part = config.attention.rope, nested(metadata, "rope_parameters")
-    part = positive(part, "rope_parameters.partial_rotary_factor", 1.0)
-    windowed = dataclasses.replace(
-        config.attention,
-        window=whole(metadata, "sliding_window"),
-        rope=dataclasses.replace(rope, dim=int(rope.dim * part)),
-    )
+    windowed = dataclasses.replace(config.attention, window=whole(metadata, "sliding_window"))
     config = experts_metadata.with_experts(config, experts)
     return _config(config, windowed, [kind == "sliding_attention" for kind in types], LIMIT)
 
