@@ -2,9 +2,10 @@
 
     python benchmarks/start.py -m MODEL [-n 256] [-b 8] [--starts 2] > rows.jsonl
 
-Each start is a process of its own. All share one folder of compiled programs, which is empty at the first
-start and removed at the end; the operating system's page cache is as it is. Python's bytecode is compiled
-before the first start, as installers do, also where PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
+Each start is a process of its own, which stores programs as the command line does. All share one folder of
+compiled programs, which is empty at the first start and removed at the end; the operating system's page cache
+is as it is. Python's bytecode is compiled before the first start, as installers do, also where
+PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
 
     imported       since the process began, when `import bonsai_jax` and the devices are there
     loaded         the same, when the model is on the device
@@ -35,7 +36,9 @@ def child(model_name: str, new: int, batch_size: int, began: float) -> dict[str,
     import jax
 
     import bonsai_jax as bj
+    from bonsai_jax import compile_cache
 
+    compile_cache.use_programs()
     jax.devices()
     row = {"imported": since()}
     model = bj.load(model_name, bj.RunConfig(batch_size=batch_size))

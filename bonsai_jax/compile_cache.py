@@ -8,13 +8,26 @@ def folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bonsai-jax" / "xla"
 
 
+_stores_programs = False  # see use_programs
+
+
+def use_programs() -> None:
+    """Store whole programs of engines too (engine/stored.py), so that the next process traces nothing.
+
+    The command line calls this. Call it in a process in which nobody replaces functions or constants of this
+    package: a stored program is found by the package's sources, so it would be taken for the original's.
+    """
+    global _stores_programs
+    _stores_programs = True
+
+
 def programs_folder() -> Path | None:
     """Where engine/stored.py keeps programs: in the folder of jax's cache, which the user can choose; None:
-    the cache is off, or not in a file system."""
+    this process does not use them, or the cache is off, or not in a file system."""
     import jax
 
     cache = jax.config.jax_compilation_cache_dir
-    if not cache or not jax.config.jax_enable_compilation_cache or "://" in cache:
+    if not _stores_programs or not cache or not jax.config.jax_enable_compilation_cache or "://" in cache:
         return None
     return Path(cache) / "programs"
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
+from bonsai_jax import compile_cache
 from bonsai_jax.cli import aliases, batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
 from bonsai_jax.cli import list as list_models
 
@@ -104,6 +105,7 @@ def main() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    compile_cache.use_programs()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot write
     try:

@@ -335,7 +335,9 @@ def test_the_compile_cache_is_in_the_users_cache_folder(tmp_path):
     code = f"""
 import sys, jax
 jax.jit(lambda x: x + 1)(1.0)
+from bonsai_jax import compile_cache
 from bonsai_jax.cli import app
+compile_cache.use_programs()  # as the command does
 app({[*map(str, arguments)]}, standalone_mode=False)
 jax.jit(lambda x: x * 2)(1.0)
 """

@@ -12,6 +12,7 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import bonsai_jax as bj
 from bonsai_jax.engine import programs, stored
@@ -29,6 +30,9 @@ lists |= {"/jax/core/compile/backend_compile_duration": compiled, "/bonsai_jax/l
 listen = lambda event, s, fun_name="", **_: lists.get(event, []).append(fun_name)
 jax.monitoring.register_event_duration_secs_listener(listen)
 import bonsai_jax as bj
+from bonsai_jax import compile_cache
+if sys.argv[1] == "use":
+    compile_cache.use_programs()
 model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, page_size=16))
 how = {"max_new_tokens": 6, "sampling": bj.SamplingParams(seed=3), "ignore_eos": True}
 (output,) = bj.generate(model, [[5, 7, 9, 11]], **how)
@@ -60,27 +64,33 @@ def folder(tmp_path, monkeypatch):
     """An empty folder of programs, and a process that has none."""
     monkeypatch.setattr(stored, "programs_folder", lambda: tmp_path / "programs")
     monkeypatch.setattr(programs, "compiled", {})
-    # Else XLA may have read a program from jax's cache, where another test's process has stored it.
+    # XLA must not read a program from jax's cache, where another test's process has stored it.
     monkeypatch.setitem(os.environ, "XLA_OF_THIS_TEST", str(tmp_path))
-    return tmp_path / "programs"
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield tmp_path / "programs"
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 def test_a_second_process_neither_traces_nor_compiles_programs(tmp_path):
-    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     runs = []
-    for _ in range(2):
+    for how in ("do not", "use", "use"):
+        folder = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / how), "PYTHONPATH": str(ROOT)}
+        environment = {**os.environ, **folder}
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=300
+            [sys.executable, "-c", SCRIPT, how], env=environment, capture_output=True, text=True, timeout=300
         )
         assert done.returncode == 0, done.stderr
         runs.append(json.loads(done.stdout))
-    (first, traced, compiled, loaded), (second, *again) = runs
-    assert first == second and len(first) == 6
+    unused, (first, traced, compiled, loaded), (second, *again) = runs
+    assert {"prefill", "decode"} <= {*unused[1]} and unused[3] == 0
+    assert unused[0] == first == second and len(first) == 6
     assert {"prefill", "decode"} <= {*traced} and loaded == 0
     assert {"jit(prefill)", "jit(decode)"} <= {*compiled}
     assert not {"prefill", "decode"} & {*again[0]} and again[2] == 2
     assert not {"jit(prefill)", "jit(decode)"} & {*again[1]}
-    assert {*runs[0][1]} > {*runs[1][1]}
+    assert {*runs[1][1]} > {*runs[2][1]}
 
 
 def test_a_file_that_is_not_whole_or_not_the_users_own_is_made_again(folder, events, monkeypatch):
@@ -131,6 +141,9 @@ def test_a_program_that_xla_cannot_load_is_named_and_made_again(folder, monkeypa
 
 
 def test_what_a_program_depends_on_is_in_its_key(monkeypatch):
+    assert stored.key("a program") is None  # this process does not store programs
+    stores = pytest.MonkeyPatch()
+    stores.setattr(stored, "programs_folder", lambda: ROOT)
     key = lambda: stored.key("a program")  # noqa: E731
     plain = key()
     assert plain is not None and key() == plain != stored.key("another")
@@ -152,6 +165,7 @@ def test_what_a_program_depends_on_is_in_its_key(monkeypatch):
     kind.__file__ = "/elsewhere/a_users.py"
     monkeypatch.setitem(sys.modules, kind.__name__, kind)
     assert key() is None
+    stores.undo()
 
 
 def test_the_files_used_last_are_kept(folder, monkeypatch):
