@@ -110,10 +110,10 @@ def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkey
     monkeypatch.setattr(matvec, "DISTINCT_MB", 0)
     stacked, blocks = matvec.stack("q4_k", (32, 256), 5, 0, 8)
     read = jax.jit(dequantize)
-    dense, of_blocks = np.asarray(read(stacked.parts[0])), [np.asarray(read(part)) for part in blocks.parts]
+    dense, blockwise = np.asarray(read(stacked.parts[0])), [np.asarray(read(part)) for part in blocks.parts]
     assert dense.shape == (5, 32, 256) and stacked.where[-1] == (0, 4)
     for layer, (part, index) in enumerate(blocks.where):
-        np.testing.assert_array_equal(dense[layer], of_blocks[part][index])
+        np.testing.assert_array_equal(dense[layer], blockwise[part][index])
     assert not np.array_equal(dense[0], dense[1])
 
 

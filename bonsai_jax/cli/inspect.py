@@ -80,7 +80,7 @@ def command(
 
 
 def _contents(checkpoint: "Checkpoint") -> dict[str, Any]:
-    """What is in the file, for JSON."""
+    """The contents of a file, for JSON."""
     metadata = {key: _shortened(value) for key, value in checkpoint.metadata.items()}
     return {"source": checkpoint.source, "metadata": metadata, "tensors": _by_format(checkpoint)}
 
@@ -93,7 +93,7 @@ def _print_contents(checkpoint: "Checkpoint") -> None:
 
 
 def _print_unsupported(checkpoint: "Checkpoint", missing: "Missing | None", as_json: bool) -> None:
-    """What is in a file that does not run, and what it would take to run it."""
+    """The contents of a file that does not run, and what we lack to run it."""
     if as_json:
         lacks = dataclasses.asdict(missing) if missing else None
         print(text.json_line({**_contents(checkpoint), "unsupported": lacks}))

@@ -167,9 +167,9 @@ def _written(path: Path) -> Iterator[Any]:
         with open(handle, "wb") as file:
             yield file
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # it has its name
+            os.unlink(name)
 
 
 def _shrink(folder: Path) -> None:

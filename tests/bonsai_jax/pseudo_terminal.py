@@ -1,5 +1,6 @@
 """A command of ours in a terminal of its own: what it shows on the screen, and keys that are pressed."""
 
+import abc
 import contextlib
 import fcntl
 import os
@@ -25,7 +26,7 @@ START = "import sys; from {module} import main; sys.argv[0] = 'bonsai-jax'; main
 CTRL_C, CTRL_D, CTRL_L, CTRL_U, ALT_ENTER, UP = "\x03", "\x04", "\x0c", "\x15", "\x1b\r", "\x1b[A"
 
 
-class Window:
+class Window(abc.ABC):
     """bonsai-jax in a window of a terminal. A subclass starts it, and sends keys to it.
 
     folder  where it runs. `pause` and `go_on` decide how far its answers get (pauses.py)
@@ -37,12 +38,12 @@ class Window:
         self.folder = folder
         self._pause_file = folder / "pause_after"
 
-    def type(self, keys):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def type(self, keys): ...
 
+    @abc.abstractmethod
     def update(self):
         """Wait a moment for output. False: nothing more will come."""
-        raise NotImplementedError
 
     def environment(self, more):
         return {

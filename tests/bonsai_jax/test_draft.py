@@ -220,6 +220,6 @@ def test_a_draft_layer_with_experts():
     metadata["general.architecture"] = "qwen35moe"
     model = bj.from_checkpoint(dataclasses.replace(file, metadata=metadata), RUN)
     assert model.config.layers[-1].channels.kind == "experts" and "experts" in model.params.draft.layers
-    (state, drawn, _), dense = told(model, "mtp"), told(tiny(), "mtp")
+    (state, drawn, _), dense = decoded(model, "mtp"), decoded(tiny(), "mtp")
     assert_same(np.asarray(drawn), np.asarray(dense.tokens))
     np.testing.assert_array_equal(state.speculation.steps, dense.state.speculation.steps)

@@ -87,7 +87,7 @@ def with_known_answers(most=NEW, source=LLAMA):
     for row, (prompt, answer) in enumerate(zip(IDS, answers, strict=True)):
         ids[row, len(prompt) : len(prompt) + NEW] = answer
     ids = jnp.array(ids, jnp.int32)
-    return state.replace(speculation=state.speculation.replace(ids=ids, proposer="told", width=4))
+    return state.replace(speculation=state.speculation.replace(ids=ids, proposer="known", width=4))
 
 
 def read_on(params, state, config, count):
@@ -102,16 +102,16 @@ def read_on(params, state, config, count):
 def teller(monkeypatch):
     get = proposers.get
     monkeypatch.setattr(
-        proposers, "get", lambda name: SimpleNamespace(propose=read_on) if name == "told" else get(name)
+        proposers, "get", lambda name: SimpleNamespace(propose=read_on) if name == "known" else get(name)
     )
 
 
 def test_rows_advance_by_what_was_foreseen_and_draw_the_same():
     """Greedy, sampled, penalized and biased rows in one batch; log-probabilities too."""
     before, want, scores = plain()
-    state, got, of_spec = run(with_known_answers())
+    state, got, speculated = run(with_known_answers())
     assert_same(got, want)
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), of_spec, scores)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), speculated, scores)
     # Of 16 tokens behind the first: 4 a step; 4 and 1 in turns, up to each mistake and at it; 1.
     assert state.speculation.steps.tolist() == [4, 7, 16, 4]
     assert state.cache.lengths.tolist() == before.cache.lengths.tolist() == [22, 47, 33, 40]

@@ -14,7 +14,10 @@ from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import nested, positive, whole
 
 MODELS = "GLM-4.5, 4.6 and 4.7"
-NORM = ("post_attention_norm.weight", "post_attention_layernorm.weight")  # of what mixes channels
+NORM = (
+    "post_attention_norm.weight",
+    "post_attention_layernorm.weight",
+)  # the norm before the feed-forward or the experts
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),
@@ -77,7 +80,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
 
 
 def turning(config: ModelConfig, dim: int) -> ModelConfig:
-    """The same model whose rope turns so many values of a head."""
+    """The same model with a rope that turns `dim` values of each head."""
     mixer = config.attention
     mixer = dataclasses.replace(mixer, rope=dataclasses.replace(mixer.rope, dim=dim))
     return dataclasses.replace(config, layers=tuple(Layer(mixer, layer.channels) for layer in config.layers))

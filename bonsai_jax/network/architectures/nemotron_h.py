@@ -1,7 +1,8 @@
 """Nemotron-H and Nemotron Nano 2 (4B to 56B): each layer is one half, Mamba 2, attention without a rope, or a
 feed-forward with the squared ReLU and without a gate.
 
-GGUF files give a layer's KV heads and the width of its feed-forward, of which at most one is not 0.
+GGUF files give two numbers for each layer, its KV heads and the width of its feed-forward. At most one of
+them is not 0; a layer with two zeros is Mamba 2.
 """
 
 import dataclasses

@@ -60,7 +60,10 @@ def draft_layer(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     ))  # fmt: skip
 
 
-NORM = ("post_attention_norm.weight", "post_attention_layernorm.weight")  # of what mixes channels
+NORM = (
+    "post_attention_norm.weight",
+    "post_attention_layernorm.weight",
+)  # before the feed-forward or the experts
 ATTENTION = tensors("attention", "norm", "q", "k", "v", "q_norm", "k_norm", "o")
 DELTA_NET = tensors(
     "delta_net", "norm", "qkv", "z", "alpha", "beta", "dt", "decay", "head_norm", "out", "conv_weights"

@@ -210,9 +210,9 @@ class Machine:
             selected = there >> FAR == number
             byte = there[selected] & (1 << FAR) - 1
             assert (byte % ref.cells.itemsize == 0).all()
-            of_all = np.zeros(len(self.all), bool)
-            of_all[np.flatnonzero(self.active)[selected]] = True
-            yield of_all, ref, byte // ref.cells.itemsize
+            everywhere = np.zeros(len(self.all), bool)
+            everywhere[np.flatnonzero(self.active)[selected]] = True
+            yield everywhere, ref, byte // ref.cells.itemsize
 
     def load_pointed(self, pointer: Value, behind: int, count: int, type: Type, relaxed=False) -> list:
         out = np.zeros((len(self.all), count), NUMPY[type.element])

@@ -42,7 +42,7 @@ class Clocks:
 class Words:
     """Accesses of some words. Of shared memory each block has its own: readers are its warps.
 
-    lenient  reads are not remembered, and those that are left to chance are told, not refused
+    lenient  reads are not remembered, and those that are left to chance are reported, not refused
     """
 
     def __init__(self, name: str, count: int, clocks: Clocks, shared: bool = False, lenient: bool = False):
