@@ -17,6 +17,7 @@ PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -30,7 +31,9 @@ IMPORTS = "import jax, bonsai_jax as bj; bj.load, bj.stream, bj.Engine; jax.jit(
 PROMPT = "Once upon a time there was a"
 
 
-def child(model_name: str, new: int, batch_size: int, began: float) -> dict[str, float]:
+def child(
+    model_name: str, new: int, batch_size: int, cache_dtype: str | None, began: float
+) -> dict[str, float]:
     """One start, in the process that `began` at this time (time.time())."""
     since = lambda: time.time() - began  # noqa: E731
     import jax
@@ -41,7 +44,10 @@ def child(model_name: str, new: int, batch_size: int, began: float) -> dict[str,
     compile_cache.use_programs()
     jax.devices()
     row = {"imported": since()}
-    model = bj.load(model_name, bj.RunConfig(batch_size=batch_size))
+    on_shapes = functools.partial(bj.compile_ahead, prompts=PROMPT, max_new_tokens=new)  # as `generate` does
+    model = bj.load(
+        model_name, bj.RunConfig(batch_size=batch_size, cache_dtype=cache_dtype), on_shapes=on_shapes
+    )
     row["loaded"] = since()
     times = []
     for _ in bj.stream(model, PROMPT, max_new_tokens=new, ignore_eos=True):
@@ -68,12 +74,13 @@ def main() -> None:
     parser.add_argument("-m", "--model", default="demo")
     parser.add_argument("-n", "--new", type=int, default=256, help="tokens of the stream")
     parser.add_argument("-b", "--batch-size", type=int, default=8)
+    parser.add_argument("--cache-dtype", help="of keys and values; default: the library's")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--commit", help="for a checkout without history")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        print(json.dumps(child(args.model, args.new, args.batch_size, args.child)))
+        print(json.dumps(child(args.model, args.new, args.batch_size, args.cache_dtype, args.child)))
         return
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -92,6 +99,7 @@ def main() -> None:
             str(args.new),
             "-b",
             str(args.batch_size),
+            *([] if args.cache_dtype is None else ["--cache-dtype", args.cache_dtype]),
         ]
         imports = {**environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
         subprocess.run([sys.executable, "-c", IMPORTS], env=imports, check=True)
@@ -104,7 +112,8 @@ def main() -> None:
 
     for row in rows:
         seconds = {k: round(v, 2) if isinstance(v, float) else v for k, v in row.items()}
-        print(json.dumps({**bench.origin(args.commit), "model": args.model, **seconds}), flush=True)
+        sizes = {"model": args.model, "batch_size": args.batch_size, "cache_dtype": args.cache_dtype}
+        print(json.dumps({**bench.origin(args.commit), **sizes, **seconds}), flush=True)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from bonsai_jax.research.harvest import Harvested, harvest
     from bonsai_jax.research.score import Score, score
     from bonsai_jax.save import load_state, save_state
-    from bonsai_jax.text import generate, iter_logits, logits, stream
+    from bonsai_jax.text import compile_ahead, generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
     from bonsai_jax.weights.placement import make_mesh
     from checkpoints import CheckpointError
@@ -79,7 +79,7 @@ _HOMES = {
     "bonsai_jax.research.score": ("Score", "score"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
-    "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
+    "bonsai_jax.text": ("compile_ahead", "generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
     "bonsai_jax.network.decoder": ("embed", "unembed"),
     "checkpoints": ("CheckpointError",),
@@ -123,6 +123,7 @@ __all__ = [
     "Taps",
     "Tokenizer",
     "checked",
+    "compile_ahead",
     "decode",
     "embed",
     "embed_texts",

@@ -23,11 +23,14 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from pallas_kernels import device
+
+STACKS_AT_ONCE = 8  # that a GPU loads; a CPU copies what a file has as it is
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A loaded model.
+    """A loaded model; that which `load` gives to `on_shapes` has shapes in place of weights.
 
     params     the weights, on the device
     config     what the file says
@@ -51,6 +54,11 @@ class Model:
     def mesh(self) -> jax.sharding.Mesh | None:
         """The devices that it lies on (placement.make_mesh); None: the default device."""
         return self.params.mesh
+
+    @property
+    def loaded(self) -> bool:
+        """Whether it has weights, and not only their shapes."""
+        return isinstance(self.params.final_norm, jax.Array)
 
     def __repr__(self) -> str:
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
@@ -76,6 +84,7 @@ def load(
     mesh: jax.sharding.Mesh | None = None,
     offline: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_shapes: Callable[[Model], None] | None = None,
 ) -> Model:
     """Load a model onto the default device, or over many.
 
@@ -85,6 +94,8 @@ def load(
     mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
+    on_shapes on one GPU, called before weights are read with a Model that has their shapes only, such as
+              `compile_ahead`, which makes the first start two seconds shorter
     Compiled programs are kept in the user's cache folder (compile_cache.py).
     Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture,
     NotImplementedError for an architecture, a format or an implementation that is not supported,
@@ -92,9 +103,11 @@ def load(
     over the mesh.
     """
     arguments.kind("source", source, (str, os.PathLike), "a path, or a name such as 'user/repo:Q8_0'")
-    _check_load(run, mesh, progress)
+    _check_load(run, mesh, progress, on_shapes)
     offline = arguments.flag("offline", offline)
-    return from_checkpoint(open_checkpoint(source, offline=offline), run, mesh=mesh, progress=progress)
+    start_device()
+    checkpoint = open_checkpoint(source, offline=offline)
+    return from_checkpoint(checkpoint, run, mesh=mesh, progress=progress, on_shapes=on_shapes)
 
 
 def from_checkpoint(
@@ -103,14 +116,14 @@ def from_checkpoint(
     *,
     mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    on_shapes: Callable[[Model], None] | None = None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
     if not isinstance(checkpoint, Checkpoint):
         name = type(checkpoint).__name__
         raise TypeError(f"checkpoint is a {name}; give what checkpoints.open_checkpoint returns")
-    _check_load(run, mesh, progress)
-    compile_cache.use()
-    threads.use()
+    _check_load(run, mesh, progress, on_shapes)
+    start_device()
     description = architectures.describe(checkpoint, draft=run.draft)
     mesh = None if mesh is None else placement.usable(mesh)
     where = placement.Placement(mesh, run.all_reduce)
@@ -119,16 +132,30 @@ def from_checkpoint(
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
-    params = network_params.load(load_plan, progress)
-    return Model(params, load_plan.config, load_plan.run, tokenizer, checkpoint.source)
+    model = lambda params: Model(  # noqa: E731
+        params, load_plan.config, load_plan.run, tokenizer, checkpoint.source
+    )
+    on_one_gpu = mesh is None and device.platform() != "cpu"
+    if on_shapes is not None and on_one_gpu:
+        on_shapes(model(jax.eval_shape(lambda: network_params.load(load_plan))))
+    return model(network_params.load(load_plan, progress, STACKS_AT_ONCE if on_one_gpu else 1))
 
 
-def _check_load(run: Any, mesh: Any, progress: Any) -> None:
+def start_device() -> None:
+    """Do what must come before the first program, and let a GPU initialize itself in another thread."""
+    compile_cache.use()
+    threads.use()
+    device.wake()
+
+
+def _check_load(run: Any, mesh: Any, progress: Any, on_shapes: Any) -> None:
     forks.check()
     arguments.kind("run", run, RunConfig, "bj.RunConfig, such as bj.RunConfig(context=8192)")
     if mesh is not None:
         placement.usable(mesh)
     arguments.function("progress", progress)
+    if on_shapes is not None:
+        arguments.function("on_shapes", on_shapes)
 
 
 def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = False) -> kv.KVCache:

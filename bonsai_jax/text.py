@@ -141,6 +141,43 @@ def stream(
                     return
 
 
+def compile_ahead(
+    model: Model,
+    prompts: Prompt | Sequence[Prompt] = "Hello",
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    logprobs: int | None = None,
+    speculate: str | None = None,
+    taps: Taps | None = None,
+    logits_processor: core.LogitsProcessor | None = None,
+) -> None:
+    """Begin to compile, in other threads, what `generate` or `stream` with these arguments runs first, and
+    return at once. On a GPU that can be done while weights are read:
+
+        model = bj.load("model.gguf", on_shapes=bj.compile_ahead)
+        model = bj.load("model.gguf", on_shapes=lambda model: bj.compile_ahead(model, prompts))
+
+    Arguments and errors as for `generate`. Only the number of prompts and their lengths matter, not what they
+    say.
+    """
+    check_model(model)
+    ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
+    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    how = answer_options(max_new_tokens, (), False) | {"logprobs": options["logprobs"]}
+    requests = [
+        (prompt, params, _taking([]))
+        for prompt, params in zip(ids, each_sampling(sampling, len(ids)), strict=True)
+    ]
+    if not requests:
+        return
+    loop = _asked(model, requests, how, **options)
+    plan = loop.scheduler.plan()
+    assert plan is not None  # a loop has room for its requests
+    loop.runner.programs.compile(loop.runner.padding(plan.shape, options["logprobs"]))
+    loop.runner.programs.finish_alone()
+
+
 def _taking(pieces: Any) -> Callable[[Any], None]:
     """A function that appends a request's pieces to these, and raises an exception that ends it."""
 
@@ -159,8 +196,22 @@ def _loop(
     how: dict[str, Any],
     **options: Any,
 ) -> Iterator[Loop]:
-    """A loop that has all these requests, (prompt, sampling, on_piece), and room for them. how: arguments of
-    Loop.ask; options: of Options."""
+    """A loop that has all these requests, and ends with the context. Arguments as for `_asked`."""
+    loop = _asked(model, requests, how, **options)
+    try:
+        yield loop
+    finally:
+        loop.close()
+
+
+def _asked(
+    model: Model,
+    requests: Sequence[tuple[Ids, SamplingParams, Callable[[Any], None]]],
+    how: dict[str, Any],
+    **options: Any,
+) -> Loop:
+    """A loop that has all these requests, (prompt, sampling, on_piece), and room for them; its decode program
+    is being compiled. how: arguments of Loop.ask; options: of Options."""
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
@@ -175,9 +226,10 @@ def _loop(
             loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
         if how["max_new_tokens"] > 1:
             loop.prepare(rows)
-        yield loop
-    finally:
+    except BaseException:
         loop.close()
+        raise
+    return loop
 
 
 def _pool_pages(model: Model, lengths: Sequence[int]) -> int:

@@ -5,9 +5,14 @@ the answer may differ from call to call and from thread to thread. JAX traces a 
 another default device.
 """
 
+import contextlib
 import dataclasses
+import functools
+import threading
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gpu import driver
 
@@ -68,6 +73,32 @@ def in_use() -> jax.Device:
     """The device that JAX uses now."""
     chosen = jax.config.jax_default_device  # None, a device, or a platform's name
     return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def wake() -> None:
+    """Let a GPU initialize its context and its memory, which takes over a second, in another thread."""
+    used = in_use()
+
+    def work() -> None:
+        # An error comes again in the thread that uses the device. A program without arguments, because jax
+        # keeps the GIL while it copies an array to the device, even where that initializes it.
+        with jax.default_device(used), contextlib.suppress(jax.errors.JaxRuntimeError):
+            jax.block_until_ready(jax.jit(lambda: jnp.zeros(1))())
+
+    if used.platform == "gpu":
+        threading.Thread(target=work, name="bonsai-jax wakes the GPU", daemon=True).start()
+
+
+def for_threads[**P, R](function: Callable[P, R]) -> Callable[P, R]:
+    """The same function, to be called in other threads under the default device of this one."""
+    chosen = jax.config.jax_default_device
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with jax.default_device(chosen):
+            return function(*args, **kwargs)
+
+    return call
 
 
 def identity() -> tuple[str, ...]:

@@ -82,18 +82,29 @@ def command(
         speculate=speculate,
     )
     processes.join()
-    loaded = model.load(config, devices.mesh())
+
+    def asked(loaded: "Model") -> tuple[list[list[int]], dict[str, Any]]:
+        """The prompts' tokens, and arguments of bj.compile_ahead."""
+        encode = _chat(loaded, answers) if chat else loaded.tokenizer.encode
+        encoded = [encode(prompt) for prompt in prompts]
+        longest = max(1, loaded.run.context - max(map(len, encoded)))
+        most = max_new_tokens if max_new_tokens >= 0 else longest
+        return encoded, {"max_new_tokens": most, "sampling": params, "speculate": speculate}
+
+    def compile_for(shapes: "Model") -> None:
+        from bonsai_jax import compile_ahead
+
+        encoded, how = asked(shapes)
+        compile_ahead(shapes, encoded, **how)
+
+    loaded = model.load(config, devices.mesh(), on_shapes=compile_for)
     load_s = time.perf_counter() - began
 
     import bonsai_jax as bj
 
     clock = CompileClock()
-    encode = _chat(loaded, answers) if chat else loaded.tokenizer.encode
-    encoded = [encode(prompt) for prompt in prompts]
-    if max_new_tokens < 0:
-        max_new_tokens = max(1, loaded.run.context - max(map(len, encoded)))
-    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": params, "stop": answers.stop or []}
-    how |= {"ignore_eos": answers.ignore_eos, "speculate": speculate}
+    encoded, how = asked(loaded)
+    how |= {"stop": answers.stop or [], "ignore_eos": answers.ignore_eos}
     if lines:
         for output in bj.generate(loaded, encoded, **how, progress=True):
             fields = ("prompt_tokens", "tokens", "text", "finish_reason")

@@ -14,6 +14,8 @@ from bonsai_jax.decoding import proposers
 from bonsai_jax.progress import bar
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax.sharding import Mesh
 
     from bonsai_jax import Model, RunConfig, SamplingParams
@@ -56,22 +58,29 @@ class LoadOptions(ModelOptions):
     ] = False
 
     def load(
-        self, run: "RunConfig", mesh: "Mesh | None" = None, checkpoint: "Checkpoint | None" = None
+        self,
+        run: "RunConfig",
+        mesh: "Mesh | None" = None,
+        checkpoint: "Checkpoint | None" = None,
+        on_shapes: "Callable[[Model], None] | None" = None,
     ) -> "Model":
         """The model, loaded with a progress bar. A line on stderr names an extra that is not installed and
         would make it faster.
 
         checkpoint  the opened checkpoint; None: it is opened here
+        on_shapes   as for bj.load
         """
         if self.no_compile_cache:
             turn_off_compile_cache()
         import bonsai_jax as bj
+        from bonsai_jax.model import start_device
         from bonsai_jax.network import architectures
         from bonsai_jax.weights import memory
 
+        start_device()
         checkpoint = checkpoint or self.checkpoint()  # a download shows a bar of its own
         with bar("loading") as update:
-            loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
+            loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update, on_shapes=on_shapes)
         if missing := memory.missing_extra(architectures.describe(checkpoint), loaded.run):
             print(missing, file=sys.stderr)
         return loaded

@@ -161,12 +161,13 @@ class Limits:
         reproducible   one decode size and one prefill shape, whose length is a quarter of the longest because
                        most prompts are short
         """
-        # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
+        # One long chunk of one row, or short chunks of many: more shapes gain little (LOG.md, "Engine"), and
+        # each is a program to compile.
         short = max(32, prefill_tokens // 16)
         long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
-        several = sorted({min(n, max_batch_size) for n in (4, 16)} - {1})
+        many = min(16, max_batch_size)
         shapes = [(1, n) for n in (*long, prefill_tokens)]
-        shapes += [(n, short) for n in several if n * short <= prefill_tokens]
+        shapes += [(many, short)] if many > 1 and many * short <= prefill_tokens else []
         return Limits(
             max_batch_size=max_batch_size,
             pages=pages,

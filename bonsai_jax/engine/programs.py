@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import os
 import sys
+import threading
 import time
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -19,9 +20,12 @@ from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 from bonsai_jax.progress import said_after
 from pallas_kernels import device
+from pallas_kernels.gpu import kernels_first
 
 MOST = 1024  # programs that a process keeps
-compiled: dict[Hashable, jax.stages.Compiled] = {}  # those that it has, the oldest first
+# Those that it has or is making, the oldest first.
+compiled: dict[Hashable, concurrent.futures.Future[jax.stages.Compiled]] = {}
+_LOCK = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Call:
 
 
 class Programs:
-    """The programs for one model and pool."""
+    """The programs for one model and pool, or for their shapes."""
 
     def __init__(self, model: Model, pool: State):
         self._model = model
@@ -77,7 +81,10 @@ class Programs:
         if model.mesh is not None:
             self._pool = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), self._pool, pool)
         leaves, structure = jax.tree.flatten((model.params, pool))
-        self._kind = structure, *((x.shape, x.dtype, x.sharding) for x in leaves)
+        where = {device.in_use()} if not model.loaded else leaves[0].devices()
+        places = [x.sharding if model.mesh is not None else None for x in leaves]
+        kinds = [(x.shape, x.dtype, place) for x, place in zip(leaves, places, strict=True)]
+        self._kind = structure, tuple(sorted(map(str, where))), *kinds
         self._begun: dict[Hashable, concurrent.futures.Future[None]] = {}
         self._called: dict[Hashable, jax.stages.Compiled] = {}
         # Several processes must compile in the same order.
@@ -114,11 +121,28 @@ class Programs:
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
+    def finish_alone(self) -> None:
+        """Take no more calls; threads finish what they have begun, for whoever asks this process for it."""
+        self._threads.shutdown(wait=False)
+
     def _made(self, call: Call) -> jax.stages.Compiled:
-        """The program, from this process, a file, or compiled."""
+        """The program, which only one thread of this process makes."""
         identity = call.program, self._kind, stored.settings()
-        if identity in compiled:
-            return compiled[identity]
+        own: concurrent.futures.Future[jax.stages.Compiled] = concurrent.futures.Future()
+        with _LOCK:
+            future = compiled.setdefault(identity, own)
+            while len(compiled) > MOST:
+                compiled.pop(next(iter(compiled)))
+        if future is own:
+            try:
+                own.set_result(self._loaded_or_compiled(call))
+            except BaseException as error:  # told to whoever waits, too
+                compiled.pop(identity, None)
+                own.set_exception(error)
+        return future.result()
+
+    def _loaded_or_compiled(self, call: Call) -> jax.stages.Compiled:
+        """The program, from a file, or compiled."""
         key = None
         if call.source is not None and jax.process_count() == 1:
             key = stored.key(call.source, self._kind)
@@ -128,14 +152,11 @@ class Programs:
         if program is None:
             lowered = call.function.lower(*arrays, *call.static, **call.options)
             if key is None:
-                program = lowered.compile(compiler_options=call.flags or None)
+                program = kernels_first.compile(lowered, call.flags)
             else:
                 program = stored.compile(key, lowered, call.flags)
         else:
             jax.monitoring.record_event_duration_secs(stored.LOADED, time.perf_counter() - began)
-        compiled[identity] = program
-        while len(compiled) > MOST:
-            compiled.pop(next(iter(compiled)))
         return program
 
     def _devices(self) -> list[jax.Device]:

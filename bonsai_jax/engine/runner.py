@@ -123,7 +123,7 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
-        self._pool = self._empty_pool()
+        self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
         pages = self._pool.cache.block_table.shape[1]
         self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)

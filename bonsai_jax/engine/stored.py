@@ -29,6 +29,7 @@ from jax.experimental import serialize_executable
 
 from bonsai_jax.compile_cache import programs_folder
 from pallas_kernels import handlers, selection
+from pallas_kernels.gpu import kernels_first
 
 MAGIC = b"bonsai-jax program 1\n"
 DIGEST_BYTES = 32
@@ -88,7 +89,7 @@ def compile(key: str, lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax
     """Compile a program with these options of XLA, and store it."""
     _here.read = False
     with _without_jaxs_cache():
-        compiled = lowered.compile(compiler_options=flags or None)
+        compiled = kernels_first.compile(lowered, flags)
     if not _here.read:
         _store(key, compiled)
     return compiled

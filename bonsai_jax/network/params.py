@@ -75,13 +75,13 @@ class Params(struct.PyTreeNode):
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
 
-def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None) -> Params:
-    """Read every tensor of a plan onto the default device, or over the mesh for which it was made.
-
-    progress   called with bytes read so far and in all
-    """
+def load(
+    plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None, threads: int = 1
+) -> Params:
+    """Read every tensor of a plan onto the default device, or over the mesh for which it was made. Arguments
+    as for weights/read.py."""
     placement, models = plan.placement, []
-    for fields in read(plan, progress):
+    for fields in read(plan, progress, threads):
         groups = fields["layers"].items()
         weights = {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
         models.append(fields | {"layers": weights})

@@ -228,7 +228,8 @@ class Placement:
         """A stack of such matrices, all zeros; no device ever has all of it."""
         one = jax.eval_shape(functools.partial(self.made, recipe), given)
         sharding = self.mesh and NamedSharding(self.mesh, P(None, *self._spec(recipe.share)))
-        return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), one)
+        make = lambda: jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype), one)  # noqa: E731
+        return jax.jit(make, out_shardings=sharding)()
 
     @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
     def placed(self, recipe: Recipe, stack: QTensor, given: tuple, index) -> QTensor:

@@ -1,6 +1,9 @@
 """The weights that a load plan describes, read onto the device: repacked, and stacked by layer."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,17 +17,21 @@ from bonsai_jax.weights.placement import Placement, Share
 from bonsai_jax.weights.records import LoadPlan, Matrix, Member, Piece, Stack, Vector
 from bonsai_jax.weights.specs import Source, Spec
 from checkpoints import RandomTensor
-from pallas_kernels import LayerStack, QTensor, formats, qtensor
+from pallas_kernels import LayerStack, QTensor, device, formats, qtensor
 
 # Arrays of a model by name, those of layers by kind: fields["layers"]["attention"][group]["o"].
 Fields = dict[str, Any]
 
 
-def read(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None) -> list[Fields]:
+def read(
+    plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None, threads: int = 1
+) -> list[Fields]:
     """Every array of a plan, on the default device or over the mesh for which it was made: those of the model
     and, where it is loaded, those of its draft layer.
 
     progress   called with bytes read so far and in all
+    threads    stacks that are made at once: their programs are compiled side by side, and each needs the
+               memory of one layer more
     An optional array that the file lacks is not among them. Arrays that join several stacks (q, k and v) are
     tuples.
     """
@@ -46,17 +53,31 @@ def read(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
         }
         fields: Fields = {"layers": layers}
         models.append(fields)
-        for stack in model.stacks:
-            made = _stack(stack, model.placement)
-            group = fields if stack.kind is None else layers[stack.kind][stack.group]
-            group[stack.array] = (*group[stack.array], made) if stack.joined else made
-            note(made, stack.tensors)
+        with _each(threads) as each:
+            stacks = each(functools.partial(_stack, placement=model.placement), model.stacks)
+            for stack, made in zip(model.stacks, stacks, strict=True):
+                group = fields if stack.kind is None else layers[stack.kind][stack.group]
+                group[stack.array] = (*group[stack.array], made) if stack.joined else made
+                note(made, stack.tensors)
         for vector in model.vectors:
             value = _vector(vector, model.description.naming, model.placement)
             group = fields if vector.kind is None else layers[vector.kind][vector.group]
             group[vector.array] = value
             note(value, [t for _, tensors in vector.tensors for t in tensors])
     return models
+
+
+@contextlib.contextmanager
+def _each(threads: int) -> Iterator[Callable[..., Iterator]]:
+    """`map`, whose calls run in this many threads at once, under this thread's default device."""
+    if threads == 1:  # also for jax.eval_shape, which sees only its own thread
+        yield map
+        return
+    pool = concurrent.futures.ThreadPoolExecutor(threads, "bonsai-jax load")
+    try:
+        yield lambda function, items: pool.map(device.for_threads(function), items)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def blocks(tensor: Source | RandomTensor) -> jax.Array:

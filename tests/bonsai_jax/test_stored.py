@@ -195,3 +195,31 @@ def test_programs_over_a_mesh_are_stored(folder):
     assert len(list(folder.iterdir())) == 2
     programs.compiled.clear()
     np.testing.assert_array_equal(bj.generate(model, [[5, 7, 9, 11]], **HOW)[0].tokens, first)
+
+
+def test_compile_ahead_makes_the_programs_that_generate_asks_for_once():
+    """Also from the shapes of a model whose weights are not read, and while generate already waits."""
+    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=128, page_size=16))
+    shapes = dataclasses.replace(model, params=jax.eval_shape(lambda params: params, model.params))
+    assert model.loaded and not shapes.loaded
+    compiled = []
+    listen = lambda event, seconds, fun_name="", **_: compiled.append(  # noqa: E731
+        fun_name if "backend_compile" in event else ""
+    )
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        bj.compile_ahead(shapes, [[5, 7, 9, 11]] * 3, max_new_tokens=6)
+        outputs = bj.generate(model, [[5, 7, 9, 11]] * 3, max_new_tokens=6, sampling=bj.SamplingParams(0.0))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled.count("jit(prefill)") == compiled.count("jit(decode)") == 1
+    assert len({tuple(output.tokens) for output in outputs}) == 1
+
+
+def test_compile_ahead_refuses_what_generate_refuses():
+    with pytest.raises(ValueError, match="exceed the context of 256"):
+        bj.compile_ahead(tiny(), "Hello", max_new_tokens=1000)
+    with pytest.raises(TypeError, match="model"):
+        bj.compile_ahead("demo")
+    with pytest.raises(TypeError, match="on_shapes"):
+        bj.load("synth:tiny-llama:q8_0", on_shapes=3)

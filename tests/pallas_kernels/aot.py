@@ -122,13 +122,18 @@ def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
 
 def compile_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):
     """jit(f) compiled for arguments of these shapes (any pytrees of them; static arguments go into `f`)."""
+    return lower_for_gpu(f, *shapes, compute_capability=compute_capability, **jit_options)[0].compile()
+
+
+def lower_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):
+    """The same, lowered, and the sharding of its arguments: the GPU's."""
     mosaic_utils._infer_arch = lambda: compute_capability  # without a device, Mosaic assumes 9.0
     topology = _topology(compute_capability)
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = SingleDeviceSharding(topology.devices[0])
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
     with use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(f, **jit_options).lower(*arguments).compile()
+        return jax.jit(f, **jit_options).lower(*arguments), sharding
 
 
 def gpu_mesh(devices: int) -> Mesh:

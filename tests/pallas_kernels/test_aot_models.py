@@ -16,7 +16,16 @@ from bonsai_jax.network import decoder
 from bonsai_jax.research import reading, score
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
-from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
+from pallas_kernels.gpu import kernels_first
+from tests.pallas_kernels.aot import (
+    OTHERS,
+    TARGETS,
+    as_on_a_gpu,
+    compile_for_gpu,
+    for_target,
+    lower_for_gpu,
+    shapes,
+)
 
 pytestmark = pytest.mark.aot
 
@@ -291,3 +300,23 @@ def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     with as_on_a_gpu((9, 0)):
         compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
+
+
+def test_the_kernels_of_a_program_compile_alone():
+    """kernels_first.py takes each of them once, with its code and its digest."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:tiny-qwen3:q1_0", context=256)
+        tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, 128), (1,)))
+        lowered, sharding = lower_for_gpu(
+            lambda *arguments: core.prefill(*arguments, config), params, state, tokens, lengths
+        )
+    found = {kernels_first._attributes(op)["kernel_hash"]: op for op in kernels_first._kernels(lowered)}
+    calls = lowered.as_text().count("@" + kernels_first.TARGET)
+    assert 5 < len(found) < calls
+    for digest, op in found.items():
+        alone = kernels_first._program(op, sharding)()
+        (same,) = kernels_first._kernels(alone)
+        assert kernels_first._attributes(same) == kernels_first._attributes(op)
+        assert kernels_first._attributes(same)["kernel_hash"] == digest
+        assert [str(value.type) for value in same.results] == [str(value.type) for value in op.results]
+        assert kernels_first.TARGET in alone.compile().as_text()

@@ -1,0 +1,90 @@
+"""Compile a program whose Pallas kernels take most of the time: the kernels first, side by side in threads.
+
+    lowered program --its kernels, each once--> a program of one kernel each --threads--> compiled
+                    --XLA, which finds every kernel compiled--> the program
+
+XLA compiles the kernels of a program one after the other, in one thread. Mosaic keeps every kernel that a
+process has compiled, by the digest of its code, so the program itself takes only what XLA's own part takes:
+prefill of an 8B model has eleven kernels, which are three quarters of its time (LOG.md).
+"""
+
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+
+TARGET = "mosaic_gpu_v2"  # the foreign function that runs a Pallas kernel on a GPU
+DTYPES = {
+    "i1": jnp.bool_, "i8": jnp.int8, "i16": jnp.int16, "i32": jnp.int32, "i64": jnp.int64,
+    "ui8": jnp.uint8, "ui16": jnp.uint16, "ui32": jnp.uint32, "ui64": jnp.uint64,
+    "bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "f64": jnp.float64,
+}  # fmt: skip
+
+_LOCK = threading.Lock()
+_begun: dict[bytes, concurrent.futures.Future[Any]] = {}  # by the digest of a kernel
+
+
+def compile(lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax.stages.Compiled:
+    """lowered.compile with these options of XLA, for the device of the calling thread."""
+    each = list(_kernels(lowered))
+    if len(each) > 1:  # a single one would not be compiled any sooner
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "bonsai-jax kernel") as threads:
+            concurrent.futures.wait([_started(threads, kernel) for kernel in each])
+    return lowered.compile(compiler_options=flags or None)  # it raises what a kernel's compilation raised
+
+
+def _kernels(lowered: jax.stages.Lowered) -> Iterator[Any]:
+    """The operations of the module that call a kernel, one of each."""
+    met: set[bytes] = set()
+
+    def walk(operation: Any) -> Iterator[Any]:
+        for region in operation.regions:
+            for block in region:
+                for op in block.operations:
+                    if op.operation.name == "stablehlo.custom_call":
+                        if op.attributes["call_target_name"].value != TARGET:
+                            continue
+                        digest = _attributes(op)["kernel_hash"]
+                        if digest not in met:
+                            met.add(digest)
+                            yield op
+                    else:
+                        yield from walk(op.operation)
+
+    module: Any = lowered.compiler_ir("stablehlo")
+    yield from walk(module.operation)
+
+
+def _attributes(op: Any) -> dict[str, Any]:
+    """What a call passes to the foreign function besides arrays: the kernel's code, its digest, switches."""
+    config = op.attributes["mhlo.backend_config"]
+    return {each.name: getattr(each.attr, "value_bytes", None) or each.attr.value for each in config}
+
+
+def _started(threads: concurrent.futures.Executor, op: Any) -> concurrent.futures.Future[Any]:
+    """The compilation of a kernel in another thread, if no other program has begun it."""
+    digest = _attributes(op)["kernel_hash"]
+    with _LOCK:
+        if digest not in _begun:
+            program = _program(op)
+            _begun[digest] = threads.submit(device.for_threads(lambda: program().compile()))
+        return _begun[digest]
+
+
+def _program(op: Any, sharding: Any = None) -> Callable[[], jax.stages.Lowered]:
+    """A function that lowers a program which is only this call, for the default device or one by its
+    sharding."""
+    attributes, operation = _attributes(op), op.operation
+    takes, returns = ([_shape(v.type, sharding) for v in x] for x in (operation.operands, operation.results))
+    call = jax.ffi.ffi_call(TARGET, returns)
+    return lambda: jax.jit(lambda *arrays: call(*arrays, **attributes)).lower(*takes)
+
+
+def _shape(type: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(type.shape), DTYPES[str(type.element_type)], sharding=sharding)
