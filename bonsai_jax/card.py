@@ -33,14 +33,15 @@ def _kernel_name(w: QTensor, rows: int) -> str:
 
 def step_bytes(description: Description, run: RunConfig) -> int:
     """Weight bytes that one decode step of a sequence reads, of a model that is not loaded: all but the
-    embedding's, where a matrix of its own gives the logits, and those of experts that it does not use."""
+    embedding's, where a matrix of its own gives the logits, the table of the layers' vectors, and those of
+    experts that it does not use."""
     read = weight_bytes(description, run)
     if description.draft is not None:
         read -= weight_bytes(description.draft, run)
     fields = {spec.field: sources for spec, sources in description.tensors.items() if spec.kind is None}
-    if fields["head"]:
-        t = fields["embed"][None]
-        read -= tensor_bytes(t.format, t.shape, t.nbytes, run)
+    looked_up = [fields["embed"][None]] if fields["head"] else []
+    looked_up += fields.get("vector_table", {}).values()
+    read -= sum(tensor_bytes(t.format, t.shape, t.nbytes, run) for t in looked_up)
     if (experts := description.config.experts) is not None:
         stored = sum(
             tensor_bytes(t.format, t.shape, t.nbytes, run)

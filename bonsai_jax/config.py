@@ -32,12 +32,14 @@ class Layer:
     mixer, channels  each a Half; None: the layer does without
     beside    a second mixer, which reads what the first reads: x <- x + mixer(x) + beside(x)
     parallel  all halves read the layer's input: x <- x + mixer(x) + channels(x)
+    output    what comes after both: x <- output(x) (kinds/layer_output.py)
     """
 
     mixer: Any
     channels: Any
     beside: Any = None
     parallel: bool = False
+    output: Any = None
 
     @property
     def mixers(self) -> tuple[Any, ...]:
@@ -45,11 +47,13 @@ class Layer:
 
     @property
     def halves(self) -> tuple[Any, ...]:
-        return self.mixers if self.channels is None else (*self.mixers, self.channels)
+        return (*self.mixers, *(half for half in (self.channels, self.output) if half is not None))
 
     def changed(self, change: Callable[[Any], Any]) -> "Layer":
         """The layer with change(half) in place of each half."""
-        names = [name for name in ("mixer", "channels", "beside") if getattr(self, name) is not None]
+        names = [
+            name for name in ("mixer", "channels", "beside", "output") if getattr(self, name) is not None
+        ]
         return dataclasses.replace(self, **{name: change(getattr(self, name)) for name in names})
 
 
@@ -81,6 +85,8 @@ class ModelConfig:
     residual_scale   what each half of a layer adds to its input is multiplied by it
     logit_scale      logits are multiplied by it
     layer_norm       norms subtract the mean first: LayerNorm without bias (Ba et al. 2016); else RMSNorm
+    layer_vector     width of the vector that each token has for each layer beside its embedding
+                     (network/layer_vectors.py); 0: there is none
     logit_softcap    logits, after that, become c tanh(logits / c); None: they stay as they are
     skipped          prefixes of tensor names that are not loaded: a draft layer, a vision tower
     draft            prefix of the draft layer's tensors (network/draft.py); None: the file has none, or it is
@@ -97,6 +103,7 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     layer_norm: bool = False
+    layer_vector: int = 0
     logit_softcap: float | None = None
     skipped: tuple[str, ...] = ()
     draft: str | None = None
@@ -163,9 +170,14 @@ class ModelConfig:
 
     @property
     def rope_pairs(self) -> int:
-        """Pairs that rope turns, in the first layer that has one."""
+        """Pairs of the first rope that a GGUF file's divisors or factors are meant for."""
         ropes = (group.settings.rope for group in self.groups("attention"))
-        return next((rope.pairs for rope in ropes if rope is not None), 0)
+        return next((rope.pairs for rope in ropes if rope is not None and rope.divided), 0)
+
+    @property
+    def layer_vectors(self) -> int:
+        """Width of the vectors that a token has for all layers together."""
+        return self.num_layers * self.layer_vector
 
     @property
     def draft_inputs(self) -> int:

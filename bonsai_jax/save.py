@@ -13,6 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from bonsai_jax import arguments
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding.sampling import Sampler, kernel
 from bonsai_jax.decoding.state import Speculation, State
 from bonsai_jax.model import Model, check_model
@@ -88,7 +89,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     fields = unflatten_dict(arrays, sep=".")
     try:
         cache_fields = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
-        cache = _cache(cache_fields, metadata)
+        cache = _cache(cache_fields, metadata, model.config)
         _check_cache(path, cache, model)
         cache = cache.replace(states=kv.with_kernels(cache.states, model.config, model.run))
         if metadata["kind"] == "KVCache":
@@ -106,10 +107,14 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     return parallel.place_state(state, model.mesh)
 
 
-def _cache(fields: dict[str, Any], metadata: dict[str, str]) -> KVCache:
-    """The cache of a file: states by kind, and within a kind by the number of their group."""
-    states = {}
-    for kind, groups in fields.pop("states").items():
+def _cache(fields: dict[str, Any], metadata: dict[str, str], config: ModelConfig) -> KVCache:
+    """The cache of a file: states by kind, and within a kind by the number of their group. The file has
+    nothing of layers that read another layer's keys."""
+    states, stored = {}, fields.pop("states")
+    for number, group in enumerate(config.groups("attention")):
+        if group.settings.reads is not None:
+            stored["attention"].setdefault(str(number), {})
+    for kind, groups in stored.items():
         in_order = sorted(groups.items(), key=lambda item: int(item[0]))
         states[kind] = tuple(kinds.get(kind).State(**state) for _, state in in_order)
     return KVCache(**fields, states=states, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)

@@ -65,6 +65,7 @@ class Attention:
     window, scale, softcap  of scores (attention/scores.py)
     rotated  values of a head that rope turns; None: all; 0: none
     sinks    whether each query head has one (attention/reference.py)
+    stored   whether the keys and values are another layer's, which has stored those of the same tokens
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
@@ -85,6 +86,7 @@ class Attention:
     softcap: float | None = None
     rotated: int | None = None
     sinks: bool = False
+    stored: bool = False
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"

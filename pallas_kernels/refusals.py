@@ -101,7 +101,9 @@ def int_experts(problem: Experts) -> str | None:
 
 
 def decode_attention(problem: Attention) -> str | None:
-    return _phase("decode", problem) or _attention(problem)
+    if reason := _phase("decode", problem) or _attention(problem):
+        return reason
+    return "keys and values are another layer's; the kernel writes its own" if problem.stored else None
 
 
 def prefill_attention_sm90(problem: Attention) -> str | None:

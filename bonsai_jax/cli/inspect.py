@@ -191,11 +191,13 @@ def _kernels(plan: "LoadPlan") -> list[dict[str, Any]]:
     matrices: Counter = Counter()
     for matrix, times in plan.each():
         matrices[matrix] += times
-    has_head, entries = any(matrix.fields == ("head",) for matrix in matrices), []
+    looked_up, entries = [("vector_table",)], []
+    if any(matrix.fields == ("head",) for matrix in matrices):
+        looked_up.append(("embed",))
     for matrix, times in matrices.items():
         cases = {name: (matrix.problem, rows, run.impl) for name, rows in BATCH_ROWS.items()}
         entries.append(_entry(" ".join(matrix.fields), times, cases))
-        if has_head and matrix.fields == ("embed",):
+        if matrix.fields in looked_up:
             entries[-1] |= {"kernels": {"any": "look-up of rows"}, "not": {}}
         if matrix.experts:
             problem = plan.experts_problem(matrix)

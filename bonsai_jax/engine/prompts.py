@@ -16,6 +16,7 @@ from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
 from bonsai_jax.model import Model, check_model, check_speculate
 from bonsai_jax.network import parallel
+from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
 
 Prompt = str | Sequence[int] | Float[Array, "T H"]
@@ -110,6 +111,7 @@ def encode(model: Model, prompt: Prompt, name: str = "a prompt") -> Ids:
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif is_vectors(prompt):
+        refuse_vectors(model.config)
         vectors = np.asarray(prompt, np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != model.config.hidden or not len(vectors):
             raise ValueError(

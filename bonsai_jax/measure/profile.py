@@ -183,7 +183,8 @@ def _mixing(
     def mix(params: Params, place: Place, state):
         x, cache, workspace = state
         own = cache.states[settings.kind][number]
-        place = dataclasses.replace(place, block_table=cache.block_table)
+        source = cache.source(config, settings)
+        place = dataclasses.replace(place, block_table=cache.block_table, source=source)
         y, own, workspace = phase.run(x, place, own, workspace)
         x = x.at[..., : y.shape[-1]].set(y)
         return x, cache.with_state(settings.kind, number, own), workspace

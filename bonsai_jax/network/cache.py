@@ -42,7 +42,7 @@ class KVCache(struct.PyTreeNode):
     @property
     def num_pages(self) -> int:
         """Pages that the block table deals out."""
-        shared = (state.num_pages for state in self.states["attention"] if state.ring is None)
+        shared = (s.num_pages for s in self.states["attention"] if s.k is not None and s.ring is None)
         return next(shared, self.block_table.size)
 
     @property
@@ -97,6 +97,14 @@ class KVCache(struct.PyTreeNode):
             lengths=self.lengths[rows],
             states=map_states(lambda state: state.copies(rows, pages), self.states),
         )
+
+    def source(self, config: ModelConfig, half: Any) -> tuple[Any, int] | None:
+        """The state, and the index in it, of the layer whose keys and values a half of a layer reads in place
+        of its own (Attention.reads); None: it has its own, or needs none."""
+        if half.kind != "attention" or half.reads is None:
+            return None
+        group, index = config.position(half.reads, config.layers[half.reads].mixer)
+        return self.states["attention"][group], index
 
     def with_state(self, kind: str, group: int, state: Any) -> "KVCache":
         """The same cache with another state for a group of layers."""

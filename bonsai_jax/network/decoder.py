@@ -3,6 +3,7 @@
 tokens -> embed -> decoder: both halves of each layer (kinds/) -> logits
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, rope
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
+from bonsai_jax.network.layer_vectors import layer_vectors
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import STREAM, Taps
@@ -53,7 +55,8 @@ def decoder(
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
-    x_0 = embedding_scale embed(tokens);  x <- mixer(x);  x <- channels(x), as ModelConfig.layers says.
+    x_0 = embedding_scale embed(tokens);  x <- mixer(x);  x <- channels(x);  x <- output(x), as far as
+    ModelConfig.layers has them.
     Returns x, not yet normed (`unembed` does), the cache, and what taps.read names, by layer.
 
     Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
@@ -77,6 +80,12 @@ def decoder(
             f'mesh with an axis "{params.axis}" {", ".join(STREAM)} can be tapped, the rest without it'
         )
     rotations = rope.rotations(config, params.rope_frequencies, positions)
+    x = tokens
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+        x = embed(params, tokens)
+    x = x if config.embedding_scale == 1 else x * config.embedding_scale
+    table = params.layer_vectors
+    vectors = None if table is None else layer_vectors(table, tokens, x, config)
 
     def place_of(
         number: int,
@@ -105,6 +114,7 @@ def decoder(
             updates=updates,
             layer_norm=config.layer_norm,
             start=start,
+            layer_vectors=vectors,
         )
 
     def layer_step(carry, number, turn=0, tapped=None):
@@ -120,6 +130,7 @@ def decoder(
             x, cache, workspace = carry
             updates: dict[str, Any] = {}
             place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
+            place = dataclasses.replace(place, source=cache.source(config, half))
             states = cache.states.get(half.kind)
             state = states and states[place.group]
             x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
@@ -135,6 +146,8 @@ def decoder(
         carry = through("middle", x), *rest
         if layer.channels is not None:
             carry = half_step(layer.channels, start[0] if layer.parallel else None, carry)
+        if layer.output is not None:
+            carry = half_step(layer.output, None, carry)
         x, *rest = carry
         return (through("output", x), *rest), read
 
@@ -149,10 +162,6 @@ def decoder(
         """Which layers of a period are tapped."""
         return tuple(taps.taps_layer(turn * config.period + number) for number in range(config.period))
 
-    x = tokens
-    if not jnp.issubdtype(tokens.dtype, jnp.floating):
-        x = embed(params, tokens)
-    x = x if config.embedding_scale == 1 else x * config.embedding_scale
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
     whole = one_token and not taps.used and not keep_updates and count == config.num_layers
     schedule, read = params.step.schedule(rows) if whole else "launches", {}
@@ -201,7 +210,8 @@ def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
 def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
     """The workspace of attention's kernel, as large as any layer needs it."""
     groups = zip(config.groups("attention"), cache.states["attention"], strict=True)
-    sizes = (attention_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
+    stored = ((group, state.k) for group, state in groups if state.k is not None)
+    sizes = (attention_workspace(rows, group.settings.num_heads, k) for group, k in stored)
     return max(sizes, key=lambda workspace: workspace.size)
 
 
@@ -209,11 +219,12 @@ def _by_layer(
     loops: list[list[dict[str, jax.Array]]], rest: list[dict[str, jax.Array]]
 ) -> dict[str, jax.Array]:
     """What taps read, by site and stacked over the layers that have it: for each loop at each place of a
-    period for all turns, and in the layers after them."""
+    period for all turns, and in the layers after them. Raises ValueError where shapes differ."""
     sites: dict[str, list[jax.Array]] = {}
     for places in loops:
         for site in dict.fromkeys(name for read in places for name in read):
             each = [read[site] for read in places if site in read]
+            _check_alike(site, each)
             stacked = each[0] if len(each) == 1 else jnp.stack(each, axis=1)
             sites.setdefault(site, []).append(
                 stacked if len(each) == 1 else stacked.reshape(-1, *stacked.shape[2:])
@@ -221,7 +232,17 @@ def _by_layer(
     for read in rest:
         for site, value in read.items():
             sites.setdefault(site, []).append(value[None])
+    for site, parts in sites.items():
+        _check_alike(site, parts)
     return {site: parts[0] if len(parts) == 1 else jnp.concatenate(parts) for site, parts in sites.items()}
+
+
+def _check_alike(site: str, parts: list[jax.Array]) -> None:
+    if len(shapes := sorted({part.shape[1:] for part in parts})) > 1:
+        raise ValueError(
+            f"Taps: {site} is {' and '.join(str(list(shape)) for shape in shapes)} in different layers; read "
+            "layers of one shape (Taps(layers=...))"
+        )
 
 
 def replay(

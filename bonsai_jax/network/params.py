@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds, rope, schedules
+from bonsai_jax.network.layer_vectors import LayerVectors
 from bonsai_jax.network.schedules import StepPlan
-from bonsai_jax.weights.read import read
+from bonsai_jax.weights.read import Fields, read
 from bonsai_jax.weights.records import LoadPlan
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import QTensor, serializable
@@ -61,6 +62,7 @@ class Params(struct.PyTreeNode):
     peers     where devices write into each other's memory for the sums of a decode step
               (pallas_kernels/all_reduce.py); None where they are jax.lax.psum
     draft     the draft layer, where it is loaded
+    layer_vectors  of the vectors that tokens have for each layer; None: they have none
     """
 
     embed: QTensor
@@ -70,6 +72,7 @@ class Params(struct.PyTreeNode):
     rope_frequencies: tuple[Float[Array, "R"], ...]
     peers: Int[Array, "data model devices+2 2"] | None = None
     draft: Draft | None = None
+    layer_vectors: LayerVectors | None = None
     step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
     axis: str | None = struct.field(pytree_node=False, default=None)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
@@ -95,17 +98,25 @@ def load(
         rope_frequencies=tuple(placement.put(value) for value in frequencies),
         peers=placement.peers(),
         draft=Draft(**draft[0]) if draft else None,
+        layer_vectors=_layer_vectors(model),
         step=schedules.step_plan(plan),
         axis=placement.axis,
         mesh=placement.mesh,
     )
 
 
+def _layer_vectors(fields: Fields) -> LayerVectors | None:
+    if "vector_table" not in fields:
+        return None
+    return LayerVectors(fields["vector_table"], fields["vector_proj"], fields["vector_norm"])
+
+
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
     """Weight bytes that one decode step of so many rows reads: all but the embedding's other rows, where the
-    model is not tied, and the experts that no row uses (Experts.share_read)."""
+    model is not tied, those of the layers' vectors, and the experts that no row uses (Experts.share_read)."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     total -= 0 if params.head is None else params.embed.nbytes
+    total -= 0 if params.layer_vectors is None else params.layer_vectors.table.nbytes
     for group, weights in zip(config.groups("experts"), params.layers.get("experts", ()), strict=True):
         stored = sum(w.nbytes for w in leaves((weights.gate, weights.up, weights.down)))
         total -= round((1 - group.settings.share_read(rows)) * stored)

@@ -27,6 +27,8 @@ class Rope:
     truncate           yarn: whether the two borders are whole numbers of pairs
     mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
     low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
+    turned             proportional: pairs that turn, the first ones; the others have a frequency of 0
+    divided            whether the divisors that a GGUF file may hold (rope_freqs) are meant for it
     short_, long_factors   longrope: by which the frequency of each pair is divided where the model is loaded
                        for a context of at most the original one, and for a longer one; (): by 1
     """
@@ -34,7 +36,7 @@ class Rope:
     base: float
     dim: int
     interleaved: bool = False
-    scaling: Literal["none", "linear", "yarn", "llama3", "longrope"] = "none"
+    scaling: Literal["none", "linear", "yarn", "llama3", "longrope", "proportional"] = "none"
     factor: float = 1.0
     original_context: int = 0
     beta_fast: float = 32.0
@@ -43,6 +45,8 @@ class Rope:
     truncate: bool = True
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    turned: int = 0
+    divided: bool = True
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 
@@ -90,6 +94,7 @@ def frequencies(rope: Rope, context: int = 0) -> np.ndarray:
             in llama.cpp)
     llama3  the same idea with borders in wavelengths and a ramp over frequency (Llama 3.1)
     longrope  theta_i / long_factors_i in contexts above the original one, else theta_i / short_factors_i
+    proportional  theta_i of the first `turned` pairs, and 0 (Gemma 4)
     """
     i = np.arange(rope.pairs)
     theta = rope.base ** (-2.0 * i / rope.dim)
@@ -97,6 +102,8 @@ def frequencies(rope: Rope, context: int = 0) -> np.ndarray:
         return theta.astype(np.float32)
     if rope.scaling == "linear":
         return (theta / rope.factor).astype(np.float32)
+    if rope.scaling == "proportional":
+        return np.where(i < rope.turned, theta, 0).astype(np.float32)
     if rope.scaling == "longrope":
         factors = rope.long_factors if context > rope.original_context else rope.short_factors
         return (theta / np.array(factors or [1.0])).astype(np.float32)
@@ -131,10 +138,13 @@ def model_frequencies(
     """`frequencies` of each of a model's ropes, in a model loaded for so many tokens.
 
     tensors  what GGUF files hold, of each pair: "rope_divisors", by which llama.cpp writes Llama 3's scaling;
-             "rope_long" and "rope_short", longrope's factors. Frequencies are divided by those that there are
+             "rope_long" and "rope_short", longrope's factors. Frequencies of ropes that are `divided` are
+             divided by those that there are
     """
 
     def divided(rope: Rope) -> np.ndarray:
+        if not rope.divided:
+            return frequencies(rope, context)
         chosen = "rope_long" if context > rope.original_context else "rope_short"
         by = tensors.get("rope_divisors", tensors.get(chosen, np.float32(1)))
         return np.asarray(frequencies(rope, context) / np.asarray(by), np.float32)

@@ -56,9 +56,12 @@ def rope_from_huggingface(metadata: Mapping[str, Any], head_dim: int) -> Rope:
     scaling = {"su": "longrope"}.get(scaling, scaling)
     if scaling == "default":
         return Rope(base, dim)
+    if scaling == "proportional":  # pairs are those of the whole head
+        return Rope(base, head_dim, scaling=scaling, turned=int(head_dim * part / 2))
     if scaling not in ("linear", "yarn", "llama3", "longrope"):
         raise NotImplementedError(
-            f"{name}.rope_type is {scaling!r}; supported: default, linear, yarn, llama3, longrope"
+            f"{name}.rope_type is {scaling!r}; supported: default, linear, yarn, llama3, longrope, "
+            "proportional"
         )
     own = whole(metadata, "max_position_embeddings")
     key = "original_max_position_embeddings"

@@ -46,7 +46,11 @@ class Taps:
     Layers whose tokens a gated delta net mixes have no q, k, v, rot_q, rot_k, scores, pattern and z; their
     "attention" is what the delta net adds.
 
-    read   names whose values are returned (edited ones), stacked over the layers that have them
+    Layers that read another layer's keys and values (Gemma 4 E2B and E4B) have no k, v and rot_k. In Gemma 4
+    "output" is what comes after the layer's factor, and not "middle" plus "mlp".
+
+    read   names whose values are returned (edited ones), stacked over the layers that have them; ValueError
+           where these have them in different shapes, as Gemma 4's heads are
     edit   (name, layer, x) -> x, called while the layers are traced; `layer` may be traced
     at     names that `edit` is called for; those of the residual stream and what is added to it, unless given
     layers  number of the layer, or of the layers, that are read and edited; None: all

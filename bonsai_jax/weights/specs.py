@@ -112,9 +112,8 @@ class Spec:
     def layers(self, config: ModelConfig) -> tuple[int | None, ...]:
         """The layers that have it, those in which none of its sizes is 0; (None,) if it belongs to no
         layer."""
-        if self.kind is None:
-            return (None,)
-        return tuple(n for n in config.layers_with(self.kind) if 0 not in self.sizes(config, n))
+        layers = (None,) if self.kind is None else config.layers_with(self.kind)
+        return tuple(n for n in layers if 0 not in self.sizes(config, n))
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface

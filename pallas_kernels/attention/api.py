@@ -40,6 +40,7 @@ def attend(
     gated: bool = False,
     norms_after_rope: bool = False,
     temperature: Float[Array, "B T"] | None = None,
+    v_norm: bool = False,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> tuple[Array, Pages, Pages, Array | None]:
@@ -56,6 +57,7 @@ def attend(
                multiplied by the sigmoid of the gate
     norms_after_rope  whether QK-norm comes after rope
     temperature  queries are multiplied by it after both; None: they are not
+    v_norm     whether each value head is normed, by rms_norm without weights
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -97,6 +99,10 @@ def attend(
         parts = zip(("q", "k", "v"), split(qkv.reshape(B, T, -1, head_dim)), strict=True)
         parts = [taps[name](x) if name in taps else x for name, x in parts]
         qkv = jnp.concatenate(parts, axis=2).reshape(B, T, width)
+    if v_norm:
+        rest, v = jnp.split(qkv, (width - kv_heads * head_dim,), axis=-1)
+        v = rms_norm(v.reshape(B, T, kv_heads, head_dim), jnp.ones(head_dim), eps).reshape(v.shape)
+        qkv = jnp.concatenate([rest, v], axis=-1)
 
     def turned() -> tuple[jax.Array, jax.Array, jax.Array]:
         q, k, v = split(qkv.reshape(B, T, -1, head_dim))
@@ -157,6 +163,42 @@ def attend(
         num_keys=num_keys, window=window, scale=scale, softcap=softcap, sinks=sinks,
     )  # fmt: skip
     return _output(out, heads, taps, gate), k_pages, v_pages, workspace
+
+
+def attend_stored(
+    q: Float[Array, "B T H D"],
+    k_pages: Pages,
+    v_pages: Pages,
+    block_table: Int[Array, "B pages_per_row"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+    *,
+    num_keys: int | Int[Array, ""],
+    impl: str = "reference",
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
+) -> Float[Array, "B T width"]:
+    """Attention of queries alone: the pages have the keys and values of their tokens already.
+
+    q     after QK-norm and rope
+    impl  the candidate for so many tokens a row, one that does not write them (problems.Attention.stored)
+    taps  "z", and in the reference alone "scores" and "pattern", as for `attend`
+    The rest, and errors, as for `attention`. Returns float32 [B, T, H D].
+    """
+    kernel, inner = selection.get(Attention, impl), taps.keys() & {"scores", "pattern"}
+    if kernel.fused or (inner and impl not in EXACT):
+        raise NotImplementedError(
+            f"attend_stored: impl={impl!r} {'writes keys and values' if kernel.fused else 'has no taps'}; "
+            "give 'reference'"
+        )
+    attends = functools.partial(attention, taps=taps) if inner else kernel
+    out = attends(
+        cache_layouts.recognize(k_pages).rotate(q), k_pages, v_pages, block_table, positions, layer,
+        num_keys=num_keys, window=window, scale=scale, softcap=softcap, sinks=None,
+    )  # fmt: skip
+    return _output(out, q.shape[2], taps, None)
 
 
 def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"]:

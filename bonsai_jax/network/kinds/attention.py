@@ -6,6 +6,7 @@ with the norms, biases, gates and limits that an architecture sets.
 """
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Self
 
 import jax
@@ -23,7 +24,7 @@ from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, attend, cache_layouts, device, problems, selection, serializable
-from pallas_kernels.attention import EXACT
+from pallas_kernels.attention import EXACT, apply_rope, attend_stored
 from pallas_kernels.attention import TAPS as KERNEL_TAPS
 from pallas_kernels.cache_layouts import Pages
 
@@ -50,6 +51,9 @@ class Attention:
     temperature  (f, L): queries are multiplied by 1 + f ln(floor(position / L) + 1) after the rope, as in
              Llama 4; None: they are not
     norms_after_rope  whether QK-norm comes after the rope, not before it
+    v_norm   whether values are normed, each head, by an RMSNorm without weights
+    keys_as_values  whether the layer has no W_v: values are its keys as projected, before QK-norm and rope
+    reads    number of the layer whose keys and values it reads; it has none of its own. None: its own
     """
 
     num_heads: int
@@ -63,6 +67,9 @@ class Attention:
     sinks: bool = False
     temperature: tuple[float, int] | None = None
     norms_after_rope: bool = False
+    v_norm: bool = False
+    keys_as_values: bool = False
+    reads: int | None = None
 
     kind = "attention"
 
@@ -106,6 +113,20 @@ class Attention:
         return self.num_kv_heads * self.head_dim
 
     @property
+    def k_rows(self) -> int:
+        """Outputs of W_k; 0 where it reads another layer's keys."""
+        return self.kv_width if self.reads is None else 0
+
+    @property
+    def v_rows(self) -> int:
+        """Outputs of W_v."""
+        return 0 if self.keys_as_values else self.k_rows
+
+    @property
+    def k_norm_width(self) -> int:
+        return self.head_dim if self.reads is None else 0
+
+    @property
     def output_width(self) -> int:
         """Inputs of W_o."""
         return self.q_width
@@ -142,7 +163,7 @@ class Attention:
         rotated = None if turned == self.head_dim else turned
         rest = {
             "window": self.window, "scale": self.scale, "softcap": self.softcap, "rotated": rotated,
-            "sinks": self.sinks,
+            "sinks": self.sinks, "stored": self.reads is not None,
         }  # fmt: skip
         return (
             problems.Attention(device.platform(), "decode", *sizes, **rest),
@@ -171,12 +192,13 @@ class Attention:
         return min(every, -(-(self.window - 1 + chunk) // page_size) + 1)
 
     def bytes_per_token(self, run: RunConfig) -> int:
-        """Cache bytes of one more token; 0 where a window bounds them (`bytes_per_row`)."""
-        return 0 if self._ring(run) else self._token_bytes(run)
+        """Cache bytes of one more token; 0 where a window bounds them (`bytes_per_row`), or where they are
+        another layer's."""
+        return 0 if self._ring(run) or self.reads is not None else self._token_bytes(run)
 
     def bytes_per_row(self, run: RunConfig) -> int:
         """Cache bytes of a sequence whatever its length."""
-        return self._ring(run) * run.page_size * self._token_bytes(run)
+        return 0 if self.reads is not None else self._ring(run) * run.page_size * self._token_bytes(run)
 
     def bytes_read(self, run: RunConfig, depth: int) -> int:
         """Bytes of keys and values that a decode step after `depth` tokens reads."""
@@ -224,9 +246,9 @@ TENSORS = {
         Spec("norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
         Spec("q", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden"), ("heads", None),
              joined="qkv"),
-        Spec("k", "attn_k.weight", "self_attn.k_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
+        Spec("k", "attn_k.weight", "self_attn.k_proj.weight", ("k_rows", "hidden"), ("kv heads", None),
              joined="qkv"),
-        Spec("v", "attn_v.weight", "self_attn.v_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
+        Spec("v", "attn_v.weight", "self_attn.v_proj.weight", ("v_rows", "hidden"), ("kv heads", None),
              joined="qkv"),
         Spec("q_bias", "attn_q.bias", "self_attn.q_proj.bias", ("q_rows",), ("heads",), joined="qkv_bias"),
         Spec("k_bias", "attn_k.bias", "self_attn.k_proj.bias", ("kv_width",), ("kv heads",),
@@ -234,7 +256,7 @@ TENSORS = {
         Spec("v_bias", "attn_v.bias", "self_attn.v_proj.bias", ("kv_width",), ("kv heads",),
              joined="qkv_bias"),
         Spec("q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("head_dim",)),
-        Spec("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("head_dim",)),
+        Spec("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("k_norm_width",)),
         Spec("q_row_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("q_width",), ("head inputs",)),
         Spec("k_row_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("kv_width",), ("kv heads",)),
         Spec("q_head_norms", "attn_q_norm.weight", "self_attn.q_norm.weight", ("num_heads", "head_dim"),
@@ -256,7 +278,7 @@ TENSORS = {
 class Weights(struct.PyTreeNode):
     """Weights of the layers of a group. Matrices are outputs x inputs.
 
-    qkv        queries, keys and values, one matrix where their formats agree
+    qkv        queries, keys and values, as far as the layer makes them; one matrix where their formats agree
     norm       of the input; None: it is not normed
     qkv_bias   added to queries, keys and values
     q_norm, k_norm   of each head of queries and of keys, before the rope or after it
@@ -293,14 +315,14 @@ class State(states.State, struct.PyTreeNode):
     """Keys and values of the layers of a group.
 
     k, v    [layers, pages, page_size, kv heads, head_dim], as a layout stores it (pallas_kernels.
-            cache_layouts); keys are rotated
+            cache_layouts); keys are rotated. None, as is ring, where those of another layer are read
     ring    int32 [rows, pages per row]: the page of tokens [i * page_size, (i + 1) * page_size) of a sequence
             whose window's pages are written over, so that entries repeat; None: KVCache.block_table says so
     impl, prefill_impl  the kernels chosen for one token of each sequence and for more
     """
 
-    k: Pages
-    v: Pages
+    k: Pages | None = None
+    v: Pages | None = None
     ring: Int[Array, "B pages_per_row"] | None = None
     impl: str = struct.field(pytree_node=False, default="reference")
     prefill_impl: str = struct.field(pytree_node=False, default="reference")
@@ -339,6 +361,8 @@ class State(states.State, struct.PyTreeNode):
         return self if self.ring is None else self.replace(ring=self.ring + device * self.num_pages)
 
     def sizes(self) -> dict[str, Any]:
+        if self.k is None:
+            return {"layers": 0}
         layers, _, _, heads, head_dim = cache_layouts.shape(self.k)
         return {"layers": layers, "KV heads": heads, "head_dim": head_dim}
 
@@ -374,10 +398,12 @@ AXES = {
 
 
 def empty(settings: Attention, layers: int, run: RunConfig, room: Room) -> State:
-    """A state without keys; a ring of pages where there is a window, and room.chunk says how far tokens read
-    at once reach."""
+    """A state without tokens; a ring of pages where there is a window, and room.chunk says how far tokens
+    read at once reach. Without arrays where another layer's are read."""
     every = settings.pages(room.context, run.page_size, None)
     ring = settings.pages(room.context, run.page_size, room.chunk)
+    if settings.reads is not None:
+        return State()
     total = room.rows * ring if ring < every or room.pages is None else room.pages
     shape = (layers, total, run.page_size, settings.num_kv_heads, settings.head_dim)
     k, v = (cache_layouts.empty(str(run.cache_dtype), shape) for _ in range(2))
@@ -404,19 +430,44 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
     """Attention's output before its projection, [B, T, Q], the state and the workspace; qkv has no bias yet,
     and x, the layer's input, is not needed."""
     w, settings, rope = place.weights, place.settings, place.settings.rope
+    if settings.reads is not None:
+        return _mix_stored(qkv, place, state), state, workspace
+    k, v = state.k, state.v
+    assert k is not None and v is not None
     qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias[place.index]
+    if settings.keys_as_values:
+        width = math.prod(cache_layouts.shape(k)[3:])  # of the KV heads that this device has
+        qkv = jnp.concatenate([qkv, qkv[..., -width:]], axis=-1)
     table = place.block_table if state.ring is None else state.ring
     assert table is not None
     out, k_pages, v_pages, workspace = attend(
-        qkv, state.k, state.v, table, place.positions, place.index,
+        qkv, k, v, table, place.positions, place.index,
         rotation=None if rope is None else place.rotations[rope],
         interleaved=rope is not None and rope.interleaved, norms=_qk_norms(place), eps=place.eps,
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
         scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
         norms_after_rope=settings.norms_after_rope, temperature=temperatures(settings, place.positions),
-        workspace=workspace, taps=place.taps, sinks=w.sinks,
+        workspace=workspace, taps=place.taps, sinks=w.sinks, v_norm=settings.v_norm,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
+
+
+def _mix_stored(q: Float[Array, "B T Q"], place: Place, state: State) -> Float[Array, "B T Q"]:
+    """The same of queries alone, with the keys and values of the layer that `settings.reads` names, which has
+    stored those of the same tokens."""
+    w, settings = place.weights, place.settings
+    source, layer = place.source
+    table = place.block_table if source.ring is None else source.ring
+    assert table is not None
+    q = place.tapped("q", q.reshape(*q.shape[:2], -1, settings.head_dim))
+    q = q if w.q_norm is None else place.norm(q, w.q_norm)
+    if settings.rope is not None:
+        q = apply_rope(q, *place.rotations[settings.rope], settings.rope.interleaved)
+    return attend_stored(
+        place.tapped("rot_q", q), source.k, source.v, table, place.positions, layer,
+        num_keys=place.num_keys, impl=state.impl if q.shape[1] == 1 else state.prefill_impl,
+        window=settings.window, scale=settings.scale, softcap=settings.softcap, taps=place.taps,
+    )  # fmt: skip
 
 
 def _qk_norms(place: Place) -> Any:
@@ -452,7 +503,7 @@ def phases(settings: Attention) -> tuple[Product, Mixing, Product]:
         Product("qkv", ("qkv",), projections),
         Mixing(
             "attention",
-            settings.q_rows + 2 * settings.kv_width,
+            settings.q_rows + settings.k_rows + settings.v_rows,
             lambda qkv, place, state, workspace: mix(qkv, qkv, place, state, workspace),
         ),
         output_product("attention output", "o", settings.q_width),

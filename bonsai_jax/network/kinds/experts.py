@@ -7,6 +7,10 @@ An architecture may set a sigmoid in place of the softmax, biases, and a shared 
 
     + s W_down act(W_gate n, W_up n),  s = 1 or sigmoid(r n)
 
+or norms that make of the shared expert a feed-forward beside the experts (Gemma 4):
+
+    x + norm(norm(chosen experts of norm(x)) + norm(shared expert of norm(x))),  p = softmax(W_router norm(x))
+
 Over a mesh each device has some of the experts and a part of the shared one, whose part of the sum it adds.
 Padding chooses none.
 """
@@ -20,7 +24,7 @@ from flax import struct
 from jaxtyping import Array, Float
 
 from bonsai_jax.network.kinds.phases import Product
-from bonsai_jax.network.kinds.place import Place, add, rounds
+from bonsai_jax.network.kinds.place import Place, add, add_whole, rounds, summed
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels import (
@@ -133,6 +137,14 @@ TENSORS = {
              ("shared", None), half_of="shared_gate"),
         Spec("shared_down", "ffn_down_shexp.weight", "mlp.shared_expert.down_proj.weight",
              ("hidden", "shared"), (None, "shared")),
+        Spec("router_norm", "ffn_gate_inp.scale", "router.scale", ("hidden",)),
+        Spec("down_scale", "ffn_down_exps.scale", "router.per_expert_scale", ("count",)),
+        Spec("shared_norm", "ffn_norm.weight", "pre_feedforward_layernorm.weight", ("hidden",)),
+        Spec("shared_post_norm", "post_ffw_norm_1.weight", "post_feedforward_layernorm_1.weight",
+             ("hidden",)),
+        Spec("chosen_post_norm", "post_ffw_norm_2.weight", "post_feedforward_layernorm_2.weight",
+             ("hidden",)),
+        Spec("post_norm", "post_ffw_norm.weight", "post_feedforward_layernorm.weight", ("hidden",)),
         Spec("shared_router", "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", ("hidden",),
              plain=True),
     )
@@ -148,6 +160,10 @@ class Weights(struct.PyTreeNode):
     gate_bias, up_bias, down_bias   of each expert's products; all three or none
     shared_gate, shared_up, shared_down   the shared expert, which every token uses
     shared_router  of the sigmoid by which its output is multiplied; None: it is added as it is
+    router_norm  of the router's input, which is x then, divided by sqrt(H); None: it is that of the experts
+    down_scale  of each expert: a factor on its output
+    shared_norm, shared_post_norm, chosen_post_norm, post_norm  of the shared expert's input and output, of
+                the chosen experts' output, and of the sum of both outputs; all four or none
     """
 
     norm: Float[Array, "L H"]
@@ -164,22 +180,36 @@ class Weights(struct.PyTreeNode):
     shared_up: LayerStack | None = None
     shared_down: LayerStack | None = None
     shared_router: Float[Array, "L H"] | None = None
+    router_norm: Float[Array, "L H"] | None = None
+    down_scale: Float[Array, "L E"] | None = None
+    shared_norm: Float[Array, "L H"] | None = None
+    shared_post_norm: Float[Array, "L H"] | None = None
+    chosen_post_norm: Float[Array, "L H"] | None = None
+    post_norm: Float[Array, "L H"] | None = None
 
 
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A mixture of experts and its residual: x; no state, and the workspace as it is."""
-    w = place.weights
-    n = place.norm(place.read(x), w.norm)
-    y = _chosen_experts(place, n)
+    w, read, rounded = place.weights, place.read(x), rounds(x, place.weights.down)
+    n = place.norm(read, w.norm)
+    routed = n if w.router_norm is None else place.norm(read, w.router_norm) * x.shape[-1] ** -0.5
+    y = _chosen_experts(place, n, routed)
+    if w.shared_norm is not None:
+        beside = _shared_expert(place, place.norm(read, w.shared_norm), jnp.zeros_like(y))
+        y = place.norm(summed(y, rounded, place), w.chosen_post_norm)
+        y = y + place.norm(summed(beside, rounded, place), w.shared_post_norm)
+        return add_whole(x, y, place, "mlp", w.post_norm), state, workspace
     if w.shared_gate is not None:
         y = _shared_expert(place, n, y)
-    return add(x, y, rounds(x, w.down), place, "mlp"), state, workspace
+    return add(x, y, rounded, place, "mlp"), state, workspace
 
 
-def _chosen_experts(place: Place, n: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """What each token's experts make of it, those that this device has."""
+def _chosen_experts(
+    place: Place, n: Float[Array, "B T H"], routed: Float[Array, "B T H"]
+) -> Float[Array, "B T H"]:
+    """What each token's experts make of n, those that this device has; routed: what the router reads."""
     w, sizes, layer = place.weights, place.settings, place.index
-    logits = matmul(n, w.router, layer)
+    logits = matmul(routed, w.router, layer)
     logits = logits if w.router_bias is None else logits + w.router_bias[layer]
     probabilities = jax.nn.sigmoid(logits) if sizes.gating == "sigmoid" else jax.nn.softmax(logits, axis=-1)
     weights, chosen = route(
@@ -188,6 +218,7 @@ def _chosen_experts(place: Place, n: Float[Array, "B T H"]) -> Float[Array, "B T
         groups_used=sizes.groups_used,
     )  # fmt: skip
     chosen = place.tapped("experts", chosen)
+    weights = weights if w.down_scale is None else weights * w.down_scale[layer][chosen]
     weights = place.tapped("expert_weights", weights)
     own = place.positions[..., None] >= 0
     if place.axis is not None:

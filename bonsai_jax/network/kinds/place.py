@@ -42,6 +42,9 @@ class Place:
                the kind's `replay`
     layer_norm  norms subtract the mean first (ModelConfig.layer_norm)
     start      what a half reads where that is not x: the layer's input, which several halves read (Layer)
+    source     the state, and the index in it, of the layer whose keys and values a mixer reads in place of
+               its own; None: it has its own
+    layer_vectors  of each token for each layer (network/layer_vectors.py); None: there are none
     """
 
     settings: Any
@@ -60,6 +63,8 @@ class Place:
     updates: dict[str, Any] | None = None
     layer_norm: bool = False
     start: jax.Array | None = None
+    source: Any = None
+    layer_vectors: Float[Array, "B T layers P"] | None = None
 
     def tapped(self, name: str, x: jax.Array) -> jax.Array:
         """x, through the tap of this name if there is one."""
@@ -142,14 +147,27 @@ def add(
 ) -> jax.Array:
     """x + tap(residual_scale norm(y + bias)); where each device has a part of y, after the sum of the
     parts."""
+    return add_whole(x, summed(y, rounded, place), place, tap, post_norm, bias)
 
-    def branch(y: jax.Array) -> jax.Array:
-        y = y if bias is None else y + bias[place.index]
-        y = y if post_norm is None else place.norm(y, post_norm)
-        return place.tapped(tap, y if place.residual_scale == 1 else y * place.residual_scale)
 
+def summed(y: jax.Array, rounded: bool, place: Place) -> jax.Array:
+    """y, or the sum of the parts that devices have of it."""
     if place.axis is None:
-        return x + branch(y)
-    y = jax.lax.psum(y.astype(PREFILL_SUMS) if rounded else y, place.axis).astype(jnp.float32)
+        return y
+    return jax.lax.psum(y.astype(PREFILL_SUMS) if rounded else y, place.axis).astype(jnp.float32)
+
+
+def add_whole(
+    x: jax.Array,
+    y: jax.Array,
+    place: Place,
+    tap: str,
+    post_norm: Float[Array, "L H"] | None = None,
+    bias: Float[Array, "L H"] | None = None,
+) -> jax.Array:
+    """`add` of a y that every device has whole."""
+    y = y if bias is None else y + bias[place.index]
+    y = y if post_norm is None else place.norm(y, post_norm)
+    x = x + place.tapped(tap, y if place.residual_scale == 1 else y * place.residual_scale)
     # Without the barrier, XLA adds all layers' sums anew in every layer.
-    return jax.lax.optimization_barrier(x + branch(y))
+    return x if place.axis is None else jax.lax.optimization_barrier(x)
