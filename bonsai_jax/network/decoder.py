@@ -84,8 +84,9 @@ def decoder(
     if not jnp.issubdtype(tokens.dtype, jnp.floating):
         x = embed(params, tokens)
     x = x if config.embedding_scale == 1 else x * config.embedding_scale
-    table = params.layer_vectors
-    vectors = None if table is None else layer_vectors(table, tokens, x, config)
+    vectors = None
+    if params.layer_vectors is not None:
+        vectors = layer_vectors(params.layer_vectors, tokens, x, config)
 
     def place_of(
         number: int,

@@ -26,6 +26,7 @@ from bonsai_jax.weights.specs import Spec
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu
+from tests.bonsai_jax import test_gemma4 as gemma4
 from tests.bonsai_jax.command_line import run as run_command
 from tests.bonsai_jax.test_folding import folded
 from tests.bonsai_jax.test_speculation import two_layers
@@ -213,6 +214,18 @@ def test_experts_are_split_by_expert(data, model):
     six = dataclasses.replace(sharded.config, layers=layers)
     with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
         Placement(bj.make_mesh(1, 4)).shares(six, {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", gemma4.NAMES)
+def test_gemma_4_is_split(name):
+    """KV heads that devices share, keys used as values, experts beside a feed-forward, and keys of another
+    layer."""
+    one = bj.from_checkpoint(gemma4.file(name), RUN)
+    sharded = bj.from_checkpoint(gemma4.file(name), RUN, mesh=bj.make_mesh(2, 2))
+    assert_same(answers(sharded), answers(one))
+    ids = gemma4.prompt(60)
+    np.testing.assert_allclose(bj.logits(sharded, ids), bj.logits(one, ids), atol=1e-3)
 
 
 @functools.cache

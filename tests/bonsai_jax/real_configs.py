@@ -105,6 +105,25 @@ GGUF = {
         _gguf(48, 3840, 15360, 16, 8, 131072, 1e6, **_head_dim(256), attention__sliding_window=1024)
         | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0, "rope.freq_base_swa": 1e4},
     ),
+    "Gemma 4 26B-A4B": (
+        "gemma4",
+        _gguf(30, 2816, 2112, 16, 8, 262144, 1e6, **_head_dim(512), attention__sliding_window=1024)
+        | {"attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.freq_base_swa": 1e4}
+        | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256, "final_logit_softcapping": 30.0}
+        | {"attention.sliding_window_pattern": np.arange(30) % 6 < 5, "attention.shared_kv_layers": 0}
+        | {"attention.head_count_kv": np.where(np.arange(30) % 6 < 5, 8, 2), "vocab_size": 262144}
+        | {"embedding_length_per_layer_input": 0, "expert_feed_forward_length": 704}
+        | {"expert_count": 128, "expert_used_count": 8},
+    ),
+    "Gemma 4 E2B": (
+        "gemma4",
+        _gguf(35, 1536, 6144, 8, 1, 131072, 1e6, **_head_dim(512), attention__sliding_window=512)
+        | {"attention.key_length_swa": 256, "attention.value_length_swa": 256, "rope.freq_base_swa": 1e4}
+        | {"rope.dimension_count": 512, "rope.dimension_count_swa": 256, "final_logit_softcapping": 30.0}
+        | {"attention.sliding_window_pattern": np.arange(35) % 5 < 4, "attention.shared_kv_layers": 20}
+        | {"feed_forward_length": np.where(np.arange(35) < 15, 6144, 12288)}
+        | {"embedding_length_per_layer_input": 256},
+    ),
 }
 
 
@@ -206,6 +225,22 @@ HUGGING_FACE = {
         },
         "vision_config": {"hidden_size": 1152, "layer_types": ["x"], "logit_scale": 3.0},
         "torch_dtype": "bfloat16",
+    },
+    "Gemma 4 31B": {
+        "model_type": "gemma4",
+        "text_config": _config("gemma4_text", 60, 5376, 21504, 32, 16, 262144)
+        | {"hidden_act": None}
+        | _GEMMA
+        | {"attention_k_eq_v": True, "enable_moe_block": False, "num_experts": None, "top_k_experts": None}
+        | {"global_head_dim": 512, "num_global_key_value_heads": 4, "moe_intermediate_size": None}
+        | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        | {"final_logit_softcapping": 30.0, "sliding_window": 1024, "use_bidirectional_attention": "vision"}
+        | {"layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "rope_scaling": None}
+        | {"rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        }},
+        "vision_config": {"hidden_size": 1152},
     },
     "Qwen3.5 9B": {
         "model_type": "qwen3_5",

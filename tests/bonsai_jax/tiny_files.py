@@ -24,7 +24,8 @@ VOCAB = 512
 
 
 class _Embedding(dict):
-    """The tensors of a file that has none yet, for a config that asks for the embedding's shape."""
+    """The tensors of a file that has none yet, for a config that asks for the embedding's shape, or whether
+    the file has one of those that are in it."""
 
     def __missing__(self, name: str) -> RandomTensor:
         return RandomTensor(name, "f32", (VOCAB, 1), 0, 0.0, 0.0, 0)
@@ -38,6 +39,7 @@ def tiny_gguf(
     without: Collection[str] = (),
     drawn: Mapping[str, tuple[float, float]] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
+    present: Collection[str] = (),
 ) -> Checkpoint:
     """A GGUF file of an architecture, with the tokenizer of the synthetic models.
 
@@ -47,6 +49,7 @@ def tiny_gguf(
     drawn     mean and standard deviation by field, where the usual ones do not do: norms have 1 and 0.1,
               others 0 and 1 / sqrt(columns), so that they keep the variance of their input
     shapes    in the file, of fields that it has in more axes than their Spec says
+    present   names of tensors that some files have, of those by which the config tells them apart
     """
     words = open_checkpoint("synth:tiny-llama:f32").metadata
     metadata = {
@@ -55,7 +58,7 @@ def tiny_gguf(
         **{key: value for key, value in words.items() if key.startswith("tokenizer.")},
     }
     module, tensors = architectures.get(architecture), {}
-    config = module.config_from_gguf(metadata, _Embedding())
+    config = module.config_from_gguf(metadata, _Embedding(dict.fromkeys(present)))
     for spec in module.TENSORS:
         for layer in () if spec.field in without else spec.layers(config):
             name, shape = spec.gguf.format(layer), spec.sizes(config, layer)

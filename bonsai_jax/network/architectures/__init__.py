@@ -39,6 +39,7 @@ ALIASES = {
     "glm4_moe": "glm4moe",
     "minimax-m2": "minimax_m2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "falcon-h1": "falcon_h1",
     "olmo3": "olmo2",
     "command-r": "command_r",
