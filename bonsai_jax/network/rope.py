@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -134,7 +135,7 @@ def ropes(config: ModelConfig) -> tuple[Rope, ...]:
 
 def model_frequencies(
     config: ModelConfig, context: int, tensors: Mapping[str, Float[Array, "R"]]
-) -> list[np.ndarray]:
+) -> list[np.ndarray | jax.Array]:
     """`frequencies` of each of a model's ropes, in a model loaded for so many tokens.
 
     tensors  what GGUF files hold, of each pair: "rope_divisors", by which llama.cpp writes Llama 3's scaling;
@@ -142,12 +143,13 @@ def model_frequencies(
              divided by those that there are
     """
 
-    def divided(rope: Rope) -> np.ndarray:
+    def divided(rope: Rope) -> np.ndarray | jax.Array:
         if not rope.divided:
             return frequencies(rope, context)
         chosen = "rope_long" if context > rope.original_context else "rope_short"
         by = tensors.get("rope_divisors", tensors.get(chosen, np.float32(1)))
-        return np.asarray(frequencies(rope, context) / np.asarray(by), np.float32)
+        by = by if isinstance(by, jax.core.Tracer) else np.asarray(by)  # traced: shapes alone are asked for
+        return frequencies(rope, context) / by
 
     return [divided(rope) for rope in ropes(config)]
 

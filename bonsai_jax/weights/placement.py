@@ -263,7 +263,7 @@ class Placement:
         ]
         return self.put(np.concatenate(by_device, axis=1), axes)
 
-    def put(self, value: np.ndarray, axes: Sequence[str | None] = ()) -> jax.Array:
+    def put(self, value: np.ndarray | jax.Array, axes: Sequence[str | None] = ()) -> jax.Array:
         """A small array that every process has whole; over a mesh by its logical axes."""
         if self.mesh is None:
             return jax.device_put(value)

@@ -16,6 +16,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures, schedules
+from bonsai_jax.network import params as network_params
 from bonsai_jax.network.kinds import layer_output
 from bonsai_jax.weights import memory
 from bonsai_jax.weights import plan as load_plans
@@ -194,6 +195,15 @@ def test_each_layer_has_its_heads_and_its_keys():
     assert [layer.channels.ffn for layer in tiny("e2b").config.layers] == [192, 192, 192, 384, 384]
     first, second = (np.asarray(f) for f in tiny("31b").params.rope_frequencies)
     assert (first > 1e-9).all() and (second > 1e-9).sum() == TURNED and len(second) == 32
+
+
+def test_shapes_of_its_weights_are_found_without_reading_them():
+    """As before a GPU's first program; frequencies are divided by a tensor of the file."""
+    description = architectures.describe(file("31b"))
+    plan = load_plans.planned(description, load_plans.resolve(description, bj.RunConfig(impl="reference")))
+    shapes = jax.eval_shape(lambda: network_params.load(plan)).rope_frequencies
+    own = tiny("31b").params.rope_frequencies
+    assert [(x.shape, x.dtype) for x in shapes] == [(x.shape, x.dtype) for x in own]
 
 
 def test_layers_that_read_other_layers_keys_store_none():
