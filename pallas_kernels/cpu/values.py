@@ -190,10 +190,13 @@ class Value:
         return self.called("llvm.fma", factor, addend)
 
     def sum(self) -> "Value":
-        """The sum of a vector's elements, a power of 2 of them. Floats are always added in the same order."""
+        """The sum of a vector's elements. Floats are always added in the same order."""
         if not self.is_float:
             return self.called("llvm.vector.reduce.add", result=self.element)
-        v = self
+        width = self.count & -self.count  # the largest power of 2 that divides it
+        v = self[:width]
+        for start in range(width, self.count, width):
+            v = v + self[start : start + width]
         while v.count > 1:
             v = v[: v.count // 2] + v[v.count // 2 :]
         return v[0]

@@ -290,7 +290,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch)
 HEADS = {
     "float32": (9, 3, 64, None, None, 1.5),
     "float16": (16, 2, 128, None, 0.2, None),
-    "bfloat16": (4, 4, 32, 11, None, None),
+    "bfloat16": (4, 4, 96, 11, None, None),
     "int8": (6, 2, 64, 17, None, 50.0),
 }
 
