@@ -10,10 +10,10 @@ from pallas_kernels.activations import (
     clamped_swiglu,
     swiglu_oai,
 )
-from pallas_kernels.attention import apply_rope, attend, attention
+from pallas_kernels.attention import apply_rope, attend, attend_latent, attention
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.delta import delta_net
-from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
+from pallas_kernels.experts import each_matmul, experts_ffn, experts_gated, experts_matmul, route
 from pallas_kernels.mamba2 import mamba2
 from pallas_kernels.matmul import gated, matmul
 from pallas_kernels.norm import layer_norm, rms_norm
@@ -36,11 +36,13 @@ __all__ = [
     "Rows",
     "apply_rope",
     "attend",
+    "attend_latent",
     "attention",
     "causal_conv",
     "clamped_swiglu",
     "delta_net",
     "dequantize",
+    "each_matmul",
     "experts_ffn",
     "experts_gated",
     "experts_matmul",

@@ -66,6 +66,8 @@ class Attention:
     rotated  values of a head that rope turns; None: all; 0: none
     sinks    whether each query head has one (attention/reference.py)
     stored   whether the keys and values are another layer's, which has stored those of the same tokens
+    values   numbers of a key, the first, that are its value (attention/latent.py): `run` gets the same pages
+             twice, and no more of its output than these is read; None: values have pages of their own
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
@@ -87,6 +89,7 @@ class Attention:
     rotated: int | None = None
     sinks: bool = False
     stored: bool = False
+    values: int | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"

@@ -143,6 +143,8 @@ def cpu_attention(problem: Attention) -> str | None:
 def _attention(problem: Attention) -> str | None:
     if reason := _since_ampere(problem):
         return reason
+    if problem.values is not None:
+        return f"values are the first {problem.values} numbers of keys; the kernel has pages for each"
     known = problem.head_dim in (64, 128, 256)
     return None if known else f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
 

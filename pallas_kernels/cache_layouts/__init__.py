@@ -8,8 +8,8 @@ defines
     OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply
     PREFILL     the layout that kernels of prefill multiply as it lies: this one; "float16", in which rows get
                 what they see of it beforehand (attention/prefill_pages.py); None: they cannot
-    rotate      queries or keys, float32 [..., head_dim] after rope -> the same times an orthogonal matrix:
-                what scores are made of, and what is stored of keys
+    rotate      queries or keys, float32 [..., head_dim] after rope -> the same times an orthogonal matrix
+                that is its own inverse: what scores are made of, and what is stored of keys
     quantize    float32 [..., head_dim] -> what is stored of it; finite numbers stay finite
     dequantize  its inverse, float32 [..., head_dim]; zeros are stored as finite numbers
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.activations import SILU, Activation
-from pallas_kernels.experts.groups import by_expert, feed_forward
+from pallas_kernels.experts.groups import by_expert, each, feed_forward
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 
 
@@ -131,6 +131,29 @@ def experts_ffn(
     stacks = gate, up, down
     y = feed_forward(x, stacks, chosen, weights, layer, activation, halves)
     return halves(x, weights, stacks, (chosen, layer)) if y is None else y
+
+
+def each_matmul(
+    x: Float[Array, "*batch E K"],
+    w: QTensor | LayerStack,
+    layer: int | Int[Array, ""] | None = None,
+) -> Float[Array, "*batch E N"]:
+    """A product with each of several matrices, each with an input of its own: those of heads.
+
+    y[..., e, :] = W[layer, e] x[..., e, :]
+
+    x  floating point [..., E, K]
+    w  a stack of N x K with two leading axes, layers and matrices; without layer with that of matrices
+    Returns float32. Derivatives and vmap as for `matmul`. Raises ValueError where sizes do not fit.
+    """
+    (part, *_), (n, k) = leaves(w), w.shape
+    count = jax.tree.leaves(part.fields)[0].shape[0 if layer is None else 1]
+    if x.shape[-2:] != (count, k):
+        raise ValueError(
+            f"each_matmul: x is {list(x.shape)} but there are {count} matrices of {n} x {k} (N x K); its "
+            f"last axes are {count}, {k}"
+        )
+    return each(x, w, layer)
 
 
 def _rows(bias: Float[Array, "E N"], chosen: Int[Array, "*batch used"]) -> Float[Array, "*batch used N"]:

@@ -60,6 +60,46 @@ def by_expert(
     return _by_stack(x, weights, chosen, layer, activation)
 
 
+def each(x: jax.Array, w: Any, layer) -> jax.Array:
+    """float32 [*batch, matrices, N]: the product of each matrix with an input of its own, x [*batch,
+    matrices, K]; w is a QTensor or a LayerStack. No pair has to be sorted."""
+    if isinstance(w, LayerStack):
+        return w.at(layer, lambda part, index: each(x, part, index))
+    known = layer if isinstance(layer, int) else None
+
+    def by(in_one_launch: bool):
+        return lambda x, w, index: _each(in_one_launch, x, w, index if known is None else known)
+
+    return differentiated(by(True), by(False))(x, w, layer if known is None else None)
+
+
+def _each(in_one_launch: bool, x, w: QTensor, index) -> jax.Array:
+    """`each` of one stack; in_one_launch: where there is a kernel for that."""
+    count = x.shape[-2]
+    first, rows = 0, x.reshape(-1, count, x.shape[-1])
+    if index is not None:
+        w = w.replace(fields=jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), w.fields))
+        first = index * count
+    kernel = _chosen((w,), 1)
+    if in_one_launch and "most_rows" in kernel.offers:
+        tile_rows = min(len(rows), kernel.module.most_rows((w,)))
+        tiles = -(-len(rows) // tile_rows)
+        tokens = jnp.minimum(jnp.arange(tiles * tile_rows).reshape(1, tiles, tile_rows), len(rows) - 1)
+        x_rows = (tokens * count + jnp.arange(count)[:, None, None]).reshape(-1, tile_rows)
+        which = jnp.repeat(first + jnp.arange(count), tiles)
+        y = kernel(x.reshape(-1, x.shape[-1]), (w,), which.astype(jnp.int32), x_rows.astype(jnp.int32))
+        y = y.reshape(count, tiles * tile_rows, -1)[:, : len(rows)]
+    elif device.platform().startswith("sm_") and count <= STRAIGHT:
+        y = jnp.stack([product(rows[:, i], (w,), first + i, None, 0.0, None) for i in range(count)])
+    else:
+
+        def one(_, item):
+            return None, product(item[1], (w,), first + item[0], None, 0.0, None)
+
+        _, y = jax.lax.scan(one, None, (jnp.arange(count), rows.swapaxes(0, 1)))
+    return y.swapaxes(0, 1).reshape(*x.shape[:-1], -1)
+
+
 def feed_forward(
     x, stacks: tuple, chosen, weights, layer, activation: Activation, exactly
 ) -> jax.Array | None:

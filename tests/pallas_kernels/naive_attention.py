@@ -4,10 +4,10 @@ import numpy as np
 
 
 def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None, sinks=None):
-    """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D], sinks [H]."""
+    """One row, float64, query by query. q [T, H, D], k [S, Hkv, D], v [S, Hkv, V], sinks [H]."""
     T, H, D = q.shape
     scale = 1 / np.sqrt(D) if scale is None else scale
-    out = np.zeros((T, H, D))
+    out = np.zeros((T, H, v.shape[-1]))
     for t in range(T):
         if positions[t] < 0:
             continue

@@ -16,13 +16,14 @@ from pallas_kernels import (
     Products,
     QTensor,
     device,
+    each_matmul,
     experts_gated,
     experts_matmul,
     route,
     swiglu_oai,
 )
 from pallas_kernels.experts import int_experts as int_experts
-from pallas_kernels.experts.groups import rows_of_tile, tiles_of
+from pallas_kernels.experts.groups import each, rows_of_tile, tiles_of
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_activations import DEFINITIONS
@@ -182,3 +183,36 @@ def test_tiles_in_one_launch_are_their_products(case):
     want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen, activation)
     valid = experts >= 0
     assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_each_matrix_has_an_input_of_its_own(known):
+    """Of a stack of two formats, in a layer that is known and in a traced one; and its derivative."""
+    stacks = [drawn(format, (1, EXPERTS, 48, 64), 2) for format in ("q8_0", "q4_0")]
+    w = LayerStack(tuple(stack.blocks for stack in stacks), ((0, 0), (1, 0)))
+    x = np.random.default_rng(0).standard_normal((2, 3, EXPERTS, 64)).astype(np.float32)
+
+    @jax.jit
+    def run(x, w, layer):
+        return each_matmul(x, w, 1 if known else layer)
+
+    dense = stacks[1].dense[0].astype(np.float64)
+    np.testing.assert_allclose(run(x, w, 1), np.einsum("enk,abek->aben", dense, x), atol=1e-5)
+    slope = jax.grad(lambda x: run(x, w, 1).sum())(x)
+    np.testing.assert_allclose(slope, np.broadcast_to(dense.sum(1), x.shape), atol=1e-5)
+    with pytest.raises(ValueError, match=r"x is \[3, 5, 64\] but there are 6 matrices of 48 x 64"):
+        each_matmul(x[0, :, 1:], w, 1)
+
+
+@pytest.mark.parametrize("rows", [1, 20])
+def test_each_matrix_in_one_launch(rows):
+    """In lockstep, in tiles of up to 16 rows; columns are no whole tile."""
+    w = drawn("q8_0", (2, EXPERTS, 32, 192), 3)
+    x = (np.random.default_rng(rows).integers(-127, 128, (rows, EXPERTS, 192)) / 64).astype(np.float32)
+    x[..., ::16] = 127 / 64  # the largest of every group: 8 bits hold all
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=20)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        tiled = w.tiled.replace(products=Products(((None, "int_decode"),), tiled=True))
+        got = np.asarray(each(x, tiled, 1))
+    expected = np.einsum("enk,rek->ren", w.dense[1].astype(np.float64), x)
+    assert np.linalg.norm(got - expected) < 1e-5 * np.linalg.norm(expected)
