@@ -46,7 +46,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
         stored = sum(
             tensor_bytes(t.format, t.shape, t.nbytes, run)
             for spec, t in description.sources
-            if len(spec.shape) == 3
+            if spec.kind == "experts" and len(spec.shape) == 3
         )
         read -= round((1 - experts.share_read(1)) * stored)
     return read

@@ -10,6 +10,8 @@ import jax
 
 from bonsai_jax import arguments, choices
 
+ATTENTION = ("attention", "latent_attention")  # kinds that store keys in pages
+
 
 class Half(Protocol):
     """What a layer does to its tokens, or to its channels: the settings of a kind (network/kinds), a frozen
@@ -171,7 +173,7 @@ class ModelConfig:
     @property
     def rope_pairs(self) -> int:
         """Pairs of the first rope that a GGUF file's divisors or factors are meant for."""
-        ropes = (group.settings.rope for group in self.groups("attention"))
+        ropes = (group.settings.rope for group in self.attention_groups)
         return next((rope.pairs for rope in ropes if rope is not None and rope.divided), 0)
 
     @property
@@ -185,9 +187,14 @@ class ModelConfig:
         return 2 * self.hidden
 
     @property
+    def attention_groups(self) -> tuple[Group, ...]:
+        """The groups of layers that store keys in pages."""
+        return tuple(group for kind in ATTENTION for group in self.groups(kind))
+
+    @property
     def attention(self) -> Any:
-        """Settings of the first layer with attention (network/kinds/attention.py)."""
-        return self._first("attention")
+        """Settings of the first layer with attention (network/kinds: attention, latent_attention)."""
+        return self.attention_groups[0].settings
 
     @property
     def delta_net(self) -> Any:

@@ -14,7 +14,16 @@ import os
 from pathlib import Path
 
 from . import demo
-from .checkpoint import Checkpoint, CheckpointError, Gathered, Microscaled, Part, RandomTensor, Tensor
+from .checkpoint import (
+    ByHead,
+    Checkpoint,
+    CheckpointError,
+    Gathered,
+    Microscaled,
+    Part,
+    RandomTensor,
+    Tensor,
+)
 from .folding import Folding, folding
 from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
@@ -23,6 +32,7 @@ from .safetensors import open_folder
 from .synth import open_synth
 
 __all__ = [
+    "ByHead",
     "Checkpoint",
     "CheckpointError",
     "Folding",

@@ -185,6 +185,50 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
+class ByHead:
+    """Matrices of heads that lie below each other in one. Each access to `data` copies those that are
+    transposed.
+
+    name        its name, which is not in the file
+    whole       the one matrix
+    heads       its rows are those of so many
+    transposed  whether each is turned over; of formats whose blocks have one weight
+    """
+
+    name: str
+    whole: Stored
+    heads: int
+    transposed: bool
+
+    @property
+    def format(self) -> str:
+        return self.whole.format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, columns = self.whole.shape
+        each = rows // self.heads
+        return (self.heads, columns, each) if self.transposed else (self.heads, each, columns)
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [*shape[:-1], bytes of a row]"""
+        rows, columns = self.whole.shape
+        data = self.whole.data.reshape(self.heads, rows // self.heads, -1)
+        if not self.transposed:
+            return data
+        weights = data.reshape(*data.shape[:2], columns, -1)
+        return np.ascontiguousarray(weights.swapaxes(1, 2)).reshape(self.heads, columns, -1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes
+
+    def forget(self) -> None:
+        self.whole.forget()
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomTensor:
     """The description of a tensor of seeded random weights with this mean and standard deviation.
 

@@ -29,6 +29,19 @@ class _Delta:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Latent:
+    """Latent attention: widths of the vectors that queries, and keys and values, are made of; numbers of a
+    head's query that do not turn, and that do, and of its value. A q_rank of 0: queries are made of the
+    input."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Experts:
     """Experts in place of the feed-forward, in all layers after the first `dense`.
 
@@ -78,6 +91,7 @@ class _Model:
     yarn: tuple[float, int] | None = None  # factor, original context
     norm_eps: float = 1e-6
     delta: _Delta | None = None
+    latent: _Latent | None = None
     experts: _Experts | None = None
     windows: _Windows | None = None
     folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
@@ -134,6 +148,10 @@ class _Model:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
 
 
+_SIGMOIDS = (
+    ("expert_gating_func", 2), ("expert_shared_count", 1), ("expert_weights_norm", True),
+    ("expert_weights_scale", 1.8),
+)  # fmt: skip
 MODELS = {
     "bonsai-8b": _Model(
         "qwen3", 36, 4096, 12288, 32, 8, 128, 151669, 65536, 1e6, False, 151643, yarn=(4.0, 16384)
@@ -178,6 +196,11 @@ MODELS = {
         "gpt-oss", 24, 2880, 2880, 64, 8, 64, 201088, 131072, 1.5e5, False, 199999, "gpt-4o",
         yarn=(32.0, 4096), norm_eps=1e-5, experts=_Experts(32, 4, 2880),
         windows=_Windows(128, 2),
+    ),
+    "glm-4.7-flash": _Model(
+        "deepseek2", 47, 2048, 10240, 20, 1, 576, 154880, 202752, 1e6, False, 154820, "glm4", norm_eps=1e-5,
+        latent=_Latent(768, 512, 192, 64, 256),
+        experts=_Experts(64, 4, 1536, 1536, choice_bias=True, dense=1, keys=_SIGMOIDS),
     ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
@@ -281,6 +304,11 @@ MODELS = {
             ),
         ),
     ),
+    # A layer without experts, and one row of the cache for all heads.
+    "tiny-deepseek2": _Model(
+        "deepseek2", 2, 256, 512, 4, 1, 144, 512, 8192, 1e4, False, 306, latent=_Latent(256, 128, 64, 16, 64),
+        experts=_Experts(8, 3, 256, 256, choice_bias=True, dense=1, keys=_SIGMOIDS),
+    ),
     "tiny-minimax-m2": _Model(
         "minimax-m2", 2, 256, 256, 4, 2, 64, 512, 8192, 1e4, False, 306,
         experts=_Experts(
@@ -294,6 +322,8 @@ MODELS = {
     ),
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+# What llama.cpp stores a matrix in whose rows no blocks of the format divide.
+_FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 _NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
 
 # The first merges of English; each part is a byte's symbol or the result of an earlier merge.
@@ -421,6 +451,10 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
             yield from _delta_net(model, f"blk.{i}", linear, norm, base, residual)
             yield from feed_forward(i, down_format)
             continue
+        if model.latent is not None:
+            yield from _latent_attention(model, f"blk.{i}", linear, norm, base, residual)
+            yield from feed_forward(i, down_format)
+            continue
         if "qkv" in model.joins:
             yield linear(f"blk.{i}.attn_qkv.weight", q_width + 2 * kv_width, hidden)
         else:
@@ -447,6 +481,25 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
     if model.architecture == "phi3":
         for length, mean in ("short", 1.5), ("long", 4.0):
             yield f"rope_factors_{length}.weight", "f32", (model.rotated // 2,), mean, 0.1
+
+
+def _latent_attention(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
+    """Tensors of latent attention."""
+    a = model.latent
+    assert a is not None
+    if a.q_rank:
+        yield linear(f"{block}.attn_q_a.weight", a.q_rank, model.hidden)
+        yield norm(f"{block}.attn_q_a_norm.weight", a.q_rank)
+    queries = ("attn_q_b", a.q_rank) if a.q_rank else ("attn_q", model.hidden)
+    yield linear(f"{block}.{queries[0]}.weight", model.heads * (a.nope + a.rope), queries[1])
+    yield linear(f"{block}.attn_kv_a_mqa.weight", a.kv_rank + a.rope, model.hidden)
+    yield norm(f"{block}.attn_kv_a_norm.weight", a.kv_rank)
+    for name, rows, columns in ("attn_k_b", a.kv_rank, a.nope), ("attn_v_b", a.value, a.kv_rank):
+        format = base if columns % GEOMETRY[base].weights == 0 else _FALLBACKS.get(base, base)
+        # Keys are made of c, of which each head's query is multiplied with the other side.
+        std = 1 / math.sqrt(a.kv_rank)
+        yield f"{block}.{name}.weight", format, (model.heads, rows, columns), 0.0, std
+    yield linear(f"{block}.attn_output.weight", model.hidden, model.heads * a.value, gain=residual)
 
 
 def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
@@ -501,6 +554,16 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
             **({"expert_shared_feed_forward_length": e.shared} if e.shared else {}),
             **({"leading_dense_block_count": e.dense} if e.dense else {}),
             **dict(e.keys),
+        }
+    if a := model.latent:
+        hyperparameters |= {
+            "attention.kv_lora_rank": a.kv_rank,
+            "attention.value_length": a.kv_rank,
+            "attention.key_length_mla": a.nope + a.rope,
+            "attention.value_length_mla": a.value,
+            "rope.dimension_count": a.rope,
+            "vocab_size": model.vocab,
+            **({"attention.q_lora_rank": a.q_rank} if a.q_rank else {}),
         }
     if w := model.windows:
         hyperparameters |= {

@@ -331,7 +331,7 @@ def _in_chunks[Carry](
 
 def chunk_size(cache: KVCache, rows: int) -> int:
     """Tokens of each row that `read` takes through the layers at a time."""
-    return max(read_size(state.prefill_impl, rows) for state in cache.states["attention"])
+    return max(read_size(state.prefill_impl, rows) for state in cache.paged)
 
 
 def bucket(length: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import ATTENTION, ModelConfig, RunConfig
 from bonsai_jax.network import kinds
 from bonsai_jax.network.kinds.attention import read_size
 from bonsai_jax.network.kinds.state import Room, map_states
@@ -35,14 +35,20 @@ class KVCache(struct.PyTreeNode):
     chunk: int | None = struct.field(pytree_node=False, default=None)
 
     @property
+    def paged(self) -> tuple[Any, ...]:
+        """The states that have pages of keys."""
+        states = (state for kind in ATTENTION for state in self.states.get(kind, ()))
+        return tuple(state for state in states if state.k is not None)
+
+    @property
     def page_size(self) -> int:
         """Tokens in a page."""
-        return self.states["attention"][0].page_size
+        return self.paged[0].page_size
 
     @property
     def num_pages(self) -> int:
         """Pages that the block table deals out."""
-        shared = (s.num_pages for s in self.states["attention"] if s.k is not None and s.ring is None)
+        shared = (state.num_pages for state in self.paged if state.ring is None)
         return next(shared, self.block_table.size)
 
     @property
@@ -146,16 +152,16 @@ def empty(
     """
     chunk = None
     if not rewinds:
-        chunk = max(read_size(group.settings.prefill_kernel(run)) for group in config.groups("attention"))
+        chunk = max(read_size(group.settings.prefill_kernel(run)) for group in config.attention_groups)
     table = first_table(rows, page_count(context, run.page_size), pages)
     states = empty_states(config, run, Room(rows + checkpoints, context, pages, chunk))
-    rings = any(state.ring is not None for state in states["attention"])
-    return KVCache(
+    cache = KVCache(
         block_table=jax.device_put(table, may_alias=False),
         lengths=jax.device_put(np.zeros(rows, np.int32), may_alias=False),
         states=with_kernels(states, config, run),
-        chunk=chunk if rings else None,
     )
+    rings = any(state.ring is not None for state in cache.paged)
+    return cache.replace(chunk=chunk if rings else None)
 
 
 def empty_states(config: ModelConfig, run: RunConfig, room: Room) -> dict[str, tuple[Any, ...]]:
@@ -192,4 +198,4 @@ def advance(cache: KVCache, positions: Int[Array, "B T"]) -> KVCache:
 
 def dtype_name(cache: KVCache) -> str:
     """The layout of its keys and values."""
-    return cache_layouts.name_of(cache.states["attention"][0].k)
+    return cache_layouts.name_of(cache.paged[0].k)

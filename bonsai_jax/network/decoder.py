@@ -208,12 +208,12 @@ def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
     return turn if (start, step) == (0, 1) else start + step * turn
 
 
-def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
-    """The workspace of attention's kernel, as large as any layer needs it."""
-    groups = zip(config.groups("attention"), cache.states["attention"], strict=True)
+def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array | None:
+    """The workspace of attention's kernel, as large as any layer needs it; None where none does."""
+    groups = zip(config.groups("attention"), cache.states.get("attention", ()), strict=True)
     stored = ((group, state.k) for group, state in groups if state.k is not None)
     sizes = (attention_workspace(rows, group.settings.num_heads, k) for group, k in stored)
-    return max(sizes, key=lambda workspace: workspace.size)
+    return max(sizes, key=lambda workspace: workspace.size, default=None)
 
 
 def _by_layer(

@@ -129,7 +129,7 @@ def frequencies(rope: Rope, context: int = 0) -> np.ndarray:
 
 def ropes(config: ModelConfig) -> tuple[Rope, ...]:
     """The ropes of a model, each once."""
-    each = (group.settings.rope for group in config.groups("attention"))
+    each = (group.settings.rope for group in config.attention_groups)
     return tuple(dict.fromkeys(one for one in each if one is not None))
 
 

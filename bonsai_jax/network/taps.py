@@ -44,7 +44,7 @@ class Taps:
     expert_weights          what each one's output is multiplied with [B, T, used]
 
     Layers whose tokens a gated delta net mixes have no q, k, v, rot_q, rot_k, scores, pattern and z; their
-    "attention" is what the delta net adds.
+    "attention" is what the delta net adds. Latent attention has q, scores, pattern and z.
 
     Layers that read another layer's keys and values (Gemma 4 E2B and E4B) have no k, v and rot_k. In Gemma 4
     "output" is what comes after the layer's factor, and not "middle" plus "mlp".

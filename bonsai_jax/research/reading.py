@@ -93,7 +93,7 @@ class Reader:
         self.model, self.options = model, {"taps": taps, "stop_at_layer": stop_at_layer}
         config, stop = model.config, stop_at_layer or model.config.num_layers
         # A cache has the layers that run, and one with attention at least, whose pages give its size.
-        stop = max(stop, config.layers_with("attention")[0] + 1)
+        stop = max(stop, min(group.layers[0] for group in config.attention_groups) + 1)
         self._config = dataclasses.replace(config, layers=config.layers[:stop], draft=None)
         self._cache: KVCache | None = None
         self._shape: tuple[int, int] | None = None

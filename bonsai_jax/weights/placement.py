@@ -167,7 +167,7 @@ class Placement:
 
     def _refuses_array(self, a: Whole) -> str | None:
         share, field = self._share(a), a.spec.field
-        if share is None or a.spec.axes[0] in ("vocab", "experts"):
+        if share is None or a.spec.axes[0] == "vocab" or len(a.spec.shape) == 3:
             return None
         if share.axis == 0:
             rows = TILE_ROWS if a.tiled else 1

@@ -203,19 +203,16 @@ class LoadPlan:
         return matrix.products.kernel(rows) if chosen == "tiles" else chosen
 
     def experts_problem(self, matrix: Matrix) -> problems.Experts:
-        """The problem of a matrix that each expert has."""
-        stored = {
-            stack.array: [member.as_stored for member in stack.members]
-            for stack in self.stacks
-            if stack.members[0].experts
-        }
-        kernels = {matrix.products.kernel(1) for matrix, _ in self.each() if matrix.experts}
-        return problems.Experts(
-            device.platform(),
-            matrix.products.kernel(1),
-            whole=stored["gate"] == stored["up"] and len(kernels) == 1,
-            folded=any(folded for formats in stored.values() for _, folded in formats),
-        )
+        """The problem of a matrix that each expert has, or each head."""
+        stacks = {stack.array: stack for stack in self.stacks if stack.members[0].experts}
+        feed_forward = [stacks[name] for name in ("gate", "up", "down") if name in stacks]
+        whole = any(matrix == piece.matrix for stack in feed_forward for piece in stack.pieces)
+        if whole:
+            gate, up = ([member.as_stored for member in stacks[name].members] for name in ("gate", "up"))
+            kernels = {p.matrix.products.kernel(1) for stack in feed_forward for p in stack.pieces}
+            whole = gate == up and len(kernels) == 1
+        folded = any(member.folded for stack in stacks.values() for member in stack.members)
+        return problems.Experts(device.platform(), matrix.products.kernel(1), whole=whole, folded=folded)
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of them in all layers and experts) of every matrix."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.weights.drawing import Drawn
 from checkpoints import (
+    ByHead,
     Checkpoint,
     CheckpointError,
     Folding,
@@ -25,7 +26,7 @@ MULTIMODAL = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-Source = Tensor | Gathered | Microscaled | Part | Drawn
+Source = Tensor | Gathered | Microscaled | Part | ByHead | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
 
@@ -45,11 +46,13 @@ class Fused:
 
     gguf, huggingface  its name, as in Spec; None: there is none
     rows  (the layer's settings) -> Rows; None: all are this tensor's, which only has another name
+    transposed  whether a tensor of three axes has its matrices the other way round
     """
 
     gguf: str | None
     huggingface: str | None
     rows: Callable[[Any], Rows] | None = None
+    transposed: bool = False
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
@@ -57,7 +60,7 @@ class Fused:
     def under(self, gguf: str, huggingface: str) -> "Fused":
         """The same with prefixes on its names."""
         names = (self.gguf and gguf + self.gguf, self.huggingface and huggingface + self.huggingface)
-        return Fused(*names, self.rows)
+        return Fused(*names, self.rows, self.transposed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +229,14 @@ def _part(
             f"{rows.repeats * rows.size} rows, some of which are {name}"
         )
     tensors[name] = Part(name, tensors[whole], rows.repeats, rows.runs, vector=not spec.is_matrix)
+    if len(spec.shape) == 3 and len(shape) == 2:
+        by_head = ByHead(name, tensors[name], rows.repeats, spec.fused.transposed)
+        if by_head.transposed and formats.get(by_head.format).WEIGHTS > 1:
+            raise NotImplementedError(
+                f"{checkpoint.source}: tensor {whole} is {by_head.format}, and {name} is its transpose; "
+                "supported: a folder of f32, f16 or bf16 weights, or a GGUF file"
+            )
+        tensors[name] = by_head
     return whole
 
 

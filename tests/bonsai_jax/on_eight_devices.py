@@ -228,6 +228,17 @@ def test_gemma_4_is_split(name):
     np.testing.assert_allclose(bj.logits(sharded, ids), bj.logits(one, ids), atol=1e-3)
 
 
+@pytest.mark.parametrize("data, model", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_heads_of_latent_attention_are_split_and_rows_are_not(data, model):
+    sharded = load("tiny-deepseek2:q8_0", "packed", bj.make_mesh(data, model))
+    assert_follows(sharded, load("tiny-deepseek2:q8_0", "packed"))
+    (mixer,) = sharded.params.layers["latent_attention"]
+    pages = bj.new_cache(sharded, 4, 64).states["latent_attention"]
+    for device in sharded.mesh.devices.flat:
+        for split, parts in ([mixer.k_b, mixer.v_b, mixer.q_b, mixer.o], model), (pages, data):
+            assert parts * bytes_of(split, device) == sum(x.nbytes for x in jax.tree.leaves(split))
+
+
 @functools.cache
 def load_folded(source: str, block: int, mesh=None) -> bj.Model:
     return bj.from_checkpoint(folded(source, block), bj.RunConfig(page_size=16), mesh=mesh)

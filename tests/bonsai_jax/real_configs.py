@@ -81,6 +81,28 @@ GGUF = {
         | {"rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}
         | {"rope.scaling.original_context_length": 4096},
     ),
+    "GLM-4.7-Flash": (
+        "deepseek2",
+        _gguf(48, 2048, 10240, 20, 1, 202752, 1e6, vocab_size=154880, rope__dimension_count=64)
+        | {"attention.q_lora_rank": 768, "attention.kv_lora_rank": 512, "attention.key_length": 576}
+        | {"attention.value_length": 512, "attention.key_length_mla": 256, "attention.value_length_mla": 256}
+        | {"leading_dense_block_count": 1, "expert_count": 64, "expert_used_count": 4}
+        | {"expert_shared_count": 1, "expert_feed_forward_length": 1536, "expert_weights_scale": 1.8}
+        | {"expert_weights_norm": True, "expert_gating_func": 2, "expert_group_count": 1}
+        | {"expert_group_used_count": 1, "nextn_predict_layers": 1},
+    ),
+    "DeepSeek V3": (
+        "deepseek2",
+        _gguf(61, 7168, 18432, 128, 1, 163840, 1e4, vocab_size=129280, rope__dimension_count=64)
+        | {"attention.q_lora_rank": 1536, "attention.kv_lora_rank": 512, "attention.key_length": 576}
+        | {"attention.value_length": 512, "attention.key_length_mla": 192, "attention.value_length_mla": 128}
+        | {"leading_dense_block_count": 3, "expert_count": 256, "expert_used_count": 8}
+        | {"expert_shared_count": 1, "expert_feed_forward_length": 2048, "expert_weights_scale": 2.5}
+        | {"expert_weights_norm": True, "expert_gating_func": 2, "expert_group_count": 8}
+        | {"expert_group_used_count": 4, "rope.scaling.type": "yarn", "rope.scaling.factor": 40.0}
+        | {"rope.scaling.original_context_length": 4096, "rope.scaling.yarn_log_multiplier": 0.1}
+        | {"rope.scaling.yarn_beta_fast": 32.0, "rope.scaling.yarn_beta_slow": 1.0},
+    ),
     "Falcon-H1 1.5B": (
         "falcon-h1",
         _gguf(24, 2048, 4096, 8, 2, 131072, 1e11, **_head_dim(128), vocab_size=65537)
@@ -186,6 +208,20 @@ HUGGING_FACE = {
     | {"decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": 768, "num_experts": 128}
     | {"norm_topk_prob": True, "num_experts_per_tok": 8, "output_router_logits": False}
     | {"router_aux_loss_coef": 0.001},
+    "GLM-4.7-Flash": _config("glm4_moe_lite", 47, 2048, 10240, 20, 20, 202752)
+    | {"moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": True, "n_group": 1}
+    | {"topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8}
+    | {"num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
+    | {"partial_rotary_factor": 1.0, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192}
+    | {"qk_rope_head_dim": 64, "v_head_dim": 256, "rope_theta": 1000000},
+    "DeepSeek V2 Lite": _config("deepseek_v2", 27, 2048, 10944, 16, 16, 163840)
+    | {"moe_intermediate_size": 1408, "moe_layer_freq": 1, "topk_method": "greedy", "n_group": 1}
+    | {"topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 2, "routed_scaling_factor": 1.0}
+    | {"num_experts_per_tok": 6, "first_k_dense_replace": 1, "norm_topk_prob": False, "q_lora_rank": None}
+    | {"scoring_func": "softmax", "seq_aux": True, "aux_loss_alpha": 0.001, "kv_lora_rank": 512}
+    | {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "rope_theta": 10000}
+    | {"rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                        "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096}},
     "gpt-oss 20B": _config("gpt_oss", 24, 2880, 2880, 64, 8, 131072)
     | {"attention_bias": True, "experts_per_token": 4, "num_experts_per_tok": 4, "num_local_experts": 32}
     | {"head_dim": 64, "initial_context_length": 4096, "output_router_logits": False, "swiglu_limit": 7.0}

@@ -121,7 +121,8 @@ def comparable(config: bj.ModelConfig) -> bj.ModelConfig:
 
 def _halves(values: np.ndarray, spec: Spec, settings: Any) -> np.ndarray:
     """Rows of queries and keys in the order of Hugging Face files, whose rope turns a head's halves."""
-    rope = settings.rope if spec.field in ("q", "k", "q_bias", "k_bias") else None
+    turned = spec.kind == "attention" and spec.field in ("q", "k", "q_bias", "k_bias")
+    rope = settings.rope if turned else None
     if rope is None or not rope.interleaved:
         return values
     pairs = values.reshape(-1, settings.head_dim // 2, 2, *values.shape[1:])

@@ -36,6 +36,8 @@ FALLS_BACK = {
     **{(name, format): f"no kernel for matmul of {format} in this version" for name in MODELS
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
+    **{(name, ""): f"values are the first {width} numbers of keys; the kernel has pages for each"
+       for name, width in {"glm-4.7-flash": 512, "tiny-deepseek2": 128}.items()},
 }  # fmt: skip
 
 
@@ -51,13 +53,15 @@ def without_extras(monkeypatch):
 def problems(platform: str):
     """(model, format or "") and problem: each matrix of each synthetic model in every format, and all
     heads."""
-    heads, turned = dict(OTHER_HEADS), {}
+    heads, turned, values = dict(OTHER_HEADS), {}, {}
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
         attention = config.attention
         heads[name] = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
         turned[name] = None if attention.rope.dim == attention.head_dim else attention.rope.dim
+        if config.groups("latent_attention"):
+            values[name] = attention.kv_rank
         plain = [spec for spec in architectures.get(config.architecture).TENSORS if spec.plain]
         vectors = {spec.gguf.format(layer) for spec in plain for layer in spec.layers(config)}
         matrices = [t for t in checkpoint.tensors.values() if len(t.shape) > 1 and t.name not in vectors]
@@ -65,7 +69,8 @@ def problems(platform: str):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
-        yield (name, ""), Attention(platform, "decode", *shape, 64, "bfloat16", rotated=turned.get(name))
+        rest = {"rotated": turned.get(name), "values": values.get(name)}
+        yield (name, ""), Attention(platform, "decode", *shape, 64, "bfloat16", **rest)
 
 
 def refusal(problem) -> str | None:

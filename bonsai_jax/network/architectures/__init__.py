@@ -54,6 +54,11 @@ ALIASES = {
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid",
     "bamba": "granitehybrid",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "kimi_k2": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "mistral4": "deepseek2",
 }
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory

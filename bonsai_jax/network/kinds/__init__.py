@@ -1,6 +1,6 @@
-"""Kinds of half a layer, one file each: what mixes tokens (attention, delta_net, short_conv, mamba2), what
-mixes channels (mlp, plain_mlp, experts), and what comes after both (layer_output). A file holds everything
-that knows its kind:
+"""Kinds of half a layer, one file each: what mixes tokens (attention, latent_attention, delta_net,
+short_conv, mamba2), what mixes channels (mlp, plain_mlp, experts), and what comes after both (layer_output).
+A file holds everything that knows its kind:
 
     a dataclass   its settings, which an architecture gives per layer: `kind`, the file's name; `for_device`,
                   `runs` and `refuses_split` say how devices split it; for what mixes channels also `ffn`, the
@@ -39,7 +39,10 @@ from typing import Any
 
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 
-NAMES = ("attention", "delta_net", "short_conv", "mamba2", "mlp", "plain_mlp", "experts", "layer_output")
+NAMES = (
+    *("attention", "latent_attention", "delta_net", "short_conv", "mamba2"),
+    *("mlp", "plain_mlp", "experts", "layer_output"),
+)
 
 
 def get(name: str) -> ModuleType:

@@ -18,14 +18,13 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.config import RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
-from bonsai_jax.network.kinds.place import Place, add_product, joined_product
+from bonsai_jax.network.kinds.place import Place, add_product, check_taps, joined_product, temperatures
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, attend, cache_layouts, device, problems, selection, serializable
 from pallas_kernels.attention import EXACT, apply_rope, attend_stored
-from pallas_kernels.attention import TAPS as KERNEL_TAPS
 from pallas_kernels.cache_layouts import Pages
 
 PRODUCTS = ("qkv", "o")  # arrays that fused launches multiply with (network/fused.py)
@@ -446,7 +445,7 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
         interleaved=rope is not None and rope.interleaved, norms=_qk_norms(place), eps=place.eps,
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
         scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
-        norms_after_rope=settings.norms_after_rope, temperature=temperatures(settings, place.positions),
+        norms_after_rope=settings.norms_after_rope, temperature=temperatures(place),
         workspace=workspace, taps=place.taps, sinks=w.sinks, v_norm=settings.v_norm,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
@@ -485,14 +484,6 @@ def _qk_norms(place: Place) -> Any:
     return w.head_norms
 
 
-def temperatures(settings: Attention, positions: Int[Array, "B T"]) -> Float[Array, "B T"] | None:
-    """Attention.temperature of the queries at these positions."""
-    if settings.temperature is None:
-        return None
-    factor, length = settings.temperature
-    return 1 + factor * jnp.log((jnp.maximum(positions, 0) // length + 1).astype(jnp.float32))
-
-
 def phases(settings: Attention) -> tuple[Product, Mixing, Product]:
     """The parts of `block` that measure/profile.py times."""
 
@@ -508,13 +499,3 @@ def phases(settings: Attention) -> tuple[Product, Mixing, Product]:
         ),
         output_product("attention output", "o", settings.q_width),
     )
-
-
-def check_taps(place: Place, kernel: str) -> None:
-    """Raise NotImplementedError for what cannot be tapped where `kernel` computes attention."""
-    if kernel not in EXACT and (inner := [name for name in place.taps if name in KERNEL_TAPS]):
-        raise NotImplementedError(
-            f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "
-            f"itself; with it all but {', '.join(KERNEL_TAPS)} can be tapped. bj.forward has all, as has a "
-            'model loaded with RunConfig(impl="reference")'
-        )

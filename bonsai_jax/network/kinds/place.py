@@ -11,6 +11,8 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.network.rope import Rope
 from pallas_kernels import LayerStack, layer_norm, matmul, rms_norm
+from pallas_kernels.attention import EXACT
+from pallas_kernels.attention import TAPS as KERNEL_TAPS
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
@@ -171,3 +173,22 @@ def add_whole(
     x = x + place.tapped(tap, y if place.residual_scale == 1 else y * place.residual_scale)
     # Without the barrier, XLA adds all layers' sums anew in every layer.
     return x if place.axis is None else jax.lax.optimization_barrier(x)
+
+
+def temperatures(place: Place) -> Float[Array, "B T"] | None:
+    """What queries are multiplied by: 1 + f ln(floor(position / L) + 1), where settings.temperature is
+    (f, L); None where that is None."""
+    if place.settings.temperature is None:
+        return None
+    factor, length = place.settings.temperature
+    return 1 + factor * jnp.log((jnp.maximum(place.positions, 0) // length + 1).astype(jnp.float32))
+
+
+def check_taps(place: Place, kernel: str) -> None:
+    """Raise NotImplementedError for what cannot be tapped where `kernel` computes attention."""
+    if kernel not in EXACT and (inner := [name for name in place.taps if name in KERNEL_TAPS]):
+        raise NotImplementedError(
+            f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "
+            f"itself; with it all but {', '.join(KERNEL_TAPS)} can be tapped. bj.forward has all, as has a "
+            'model loaded with RunConfig(impl="reference")'
+        )
