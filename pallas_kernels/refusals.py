@@ -120,6 +120,16 @@ def prefill_attention_sm80(problem: Attention) -> str | None:
     return _many_queries(problem)
 
 
+def latent_gemms(problem: Attention) -> str | None:
+    if problem.values is None:
+        return "is for latent attention, whose values are the first numbers of keys"
+    if reason := _since_ampere(problem):
+        return reason
+    if problem.cache_dtype not in ("float16", "bfloat16"):
+        return f"the cache is {problem.cache_dtype}; it multiplies float16 and bfloat16"
+    return None
+
+
 def triton_attention(problem: Attention) -> str | None:
     if reason := _since_ampere(problem):
         return reason

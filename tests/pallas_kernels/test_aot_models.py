@@ -215,6 +215,23 @@ def test_experts_are_read_in_place(monkeypatch):
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
 
 
+def test_latent_attention_is_straight_code_and_copies_no_rows(monkeypatch):
+    """Layers of GLM-4.7-Flash: a step gathers all rows at once, and heads' matrices are multiplied in one
+    launch each."""
+    layers = 2
+    few = dataclasses.replace(synth.MODELS["glm-4.7-flash"], layers=layers, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth.MODELS, "few-glm", few)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:few-glm:q4_k_m")
+        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+    (latent,) = state.cache.states["latent_attention"]
+    print(bytes_of("GLM-4.7-Flash", step.memory_analysis()))
+    assert latent.impl == "latent_gemms" and " while(" not in step.as_text()
+    assert step.as_text().count('custom_call_target="mosaic_gpu') < 11 * layers
+    assert step.memory_analysis().alias_size_in_bytes >= latent.k.size * 2
+    assert step.memory_analysis().temp_size_in_bytes < 8e6
+
+
 @pytest.mark.parametrize("source", ["synth:bonsai-8b:q1_0", "synth:bonsai-8b:q4_k_m"])
 def test_logits_after_every_token_compile(source):
     """The output matrix as a product of many rows: 151,669 outputs, which TMA does not take as they are. The

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attend_latent, cache_layouts
+from pallas_kernels import attend_latent, attention, cache_layouts
+from pallas_kernels.attention import latent_gemms
 from tests.pallas_kernels.naive_attention import naive_attention
 
 HEADS, WIDTH, VALUES, PAGE = 3, 80, 64, 8
@@ -26,10 +27,14 @@ def case(dtype: str, tokens: int):
     return q, rows, before, pages, table, positions
 
 
-@pytest.mark.parametrize("kernel", ["reference", "cpu"])
+ERRORS = {"float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2, "int8": 0.06}
+KERNELS = [(dtype, kernel) for dtype in ERRORS for kernel in ("reference", "cpu")]
+KERNELS += [("float16", "latent_gemms"), ("bfloat16", "latent_gemms")]
+
+
 @pytest.mark.parametrize("tokens", [1, 5])
-@pytest.mark.parametrize("dtype, error", [("float32", 2e-6), ("float16", 2e-3), ("int8", 0.06)])
-def test_all_heads_attend_to_one_row_a_token(dtype, error, tokens, kernel):
+@pytest.mark.parametrize("dtype, kernel", KERNELS)
+def test_all_heads_attend_to_one_row_a_token(dtype, kernel, tokens):
     q, rows, before, pages, table, positions = case(dtype, tokens)
     out, pages = attend_latent(
         jnp.asarray(q), jnp.asarray(rows), pages, jnp.asarray(table), jnp.asarray(positions), 1,
@@ -44,8 +49,22 @@ def test_all_heads_attend_to_one_row_a_token(dtype, error, tokens, kernel):
             np.float64(q[row]), keys[:, None], keys[:, None, :VALUES], positions[row], scale=0.2
         )
         real = positions[row] >= 0
-        np.testing.assert_allclose(out[row][real], expected[real], atol=error)
+        np.testing.assert_allclose(out[row][real], expected[real], atol=ERRORS[dtype])
     assert cache_layouts.shape(pages) == before.shape
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_gemms_of_16_bits_round_nothing_that_the_cache_has_not(tokens, blocks, monkeypatch):
+    """Of numbers as large as float16 cannot hold, and of all keys at once or a page at a time."""
+    if blocks > 1:
+        monkeypatch.setattr(latent_gemms, "LEAST_KEYS", PAGE)
+        monkeypatch.setattr(latent_gemms, "GATHERED", 1)
+    q, _, _, pages, table, positions = case("float16", tokens)
+    arguments = jnp.asarray(q) * 1e5, pages, pages, jnp.asarray(table), jnp.asarray(positions), 1
+    how = {"num_keys": 3 * PAGE, "scale": 2e-6}
+    got, expected = (jax.jit(lambda *a, f=f: f(*a, **how))(*arguments) for f in (latent_gemms.run, attention))
+    np.testing.assert_allclose(got, expected, atol=2e-6)
 
 
 def test_what_does_not_fit_is_named():

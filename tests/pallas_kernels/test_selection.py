@@ -36,8 +36,6 @@ FALLS_BACK = {
     **{(name, format): f"no kernel for matmul of {format} in this version" for name in MODELS
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
-    **{(name, ""): f"values are the first {width} numbers of keys; the kernel has pages for each"
-       for name, width in {"glm-4.7-flash": 512, "tiny-deepseek2": 128}.items()},
 }  # fmt: skip
 
 
