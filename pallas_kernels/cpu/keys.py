@@ -120,37 +120,54 @@ class _Writer:
             first = first.compared("<", 0).select(constant(b, I64, 0), first)
         stride = (room + LANES) * 4
         head = (query * kv_heads + kv_head) * kernel.group
-        wide = vector(F32, kernel.head_dim)
         at_once = max(1, min(kernel.group, MOST * LANES // kernel.head_dim))
+        heads = functools.partial(self._heads, frame, row, kv_head, (first, end), head, scores, stride)
+        if at_once == 1:  # code for each of many wide heads would take LLVM seconds
+            with loop(constant(b, I64, 0), constant(b, I64, kernel.group)) as one:
+                heads([one])
+            return
         for start in range(0, kernel.group, at_once):
-            heads = range(start, min(start + at_once, kernel.group))
-            place = {h: (head + h) * (4 * kernel.head_dim) for h in heads}
-            q = {h: ffi.argument(frame, Q).at(place[h]).load(wide) * kernel.scale for h in heads}
-            own = {h: scores.at(stride * h) for h in heads}
-            largest = {h: Variable(constant(b, F32, -3e38)) for h in heads}
+            last = min(start + at_once, kernel.group)
+            heads([constant(b, I64, h) for h in range(start, last)])
 
-            def score(s: Value, key: Value, scale: Value | None, q=q, own=own, largest=largest):
-                for h, query in q.items():
-                    value = (query * key).sum()
-                    value = value if scale is None else value * scale
-                    own[h].at((s - first) * 4).store(value)
-                    largest[h].value = largest[h].value.called("llvm.maxnum", value)
+    def _heads(
+        self, frame: Value, row: Value, kv_head: Value, bounds: tuple[Value, Value], head: Value,
+        scores: Value, stride: Value, numbers: list[Value],
+    ) -> None:  # fmt: skip
+        """Some query heads of a KV head of a token, which see the keys between these bounds.
 
-            self._each(frame, KEYS, row, kv_head, first, end, score)
-            sinks = {h: self._sink(frame, head + h) for h in heads}
-            totals = {h: self._weights(own[h], end - first, largest[h].value, sinks[h]) for h in heads}
-            sums = {h: Variable(constant(b, wide, 0.0)) for h in heads}
+        head     the first of all, by its number among those of all tokens; numbers count from it
+        scores   the workspace, of which a head has so many bytes: stride
+        """
+        kernel, b, (first, end) = self.kernel, frame.b, bounds
+        wide = vector(F32, kernel.head_dim)
+        place = [(head + h) * (4 * kernel.head_dim) for h in numbers]
+        queries = [ffi.argument(frame, Q).at(at).load(wide) * kernel.scale for at in place]
+        own = [scores.at(stride * h) for h in numbers]
+        largest = [Variable(constant(b, F32, -3e38)) for _ in numbers]
 
-            def add(s: Value, value: Value, scale: Value | None, own=own, sums=sums):
-                for h, total in sums.items():
-                    weight = own[h].at((s - first) * 4).load(F32)
-                    weight = weight if scale is None else weight * scale
-                    total.value = value.fma(weight.splat(kernel.head_dim), total.value)
+        def score(s: Value, key: Value, scale: Value | None):
+            for query, scores, most in zip(queries, own, largest, strict=True):
+                value = (query * key).sum()
+                value = value if scale is None else value * scale
+                scores.at((s - first) * 4).store(value)
+                most.value = most.value.called("llvm.maxnum", value)
 
-            self._each(frame, VALUES, row, kv_head, first, end, add)
-            for h in heads:
-                out = sums[h].value * totals[h].splat(kernel.head_dim)
-                ffi.result(frame, 0).at(place[h]).store(out)
+        self._each(frame, KEYS, row, kv_head, first, end, score)
+        sinks = [self._sink(frame, head + h) for h in numbers]
+        each = zip(own, largest, sinks, strict=True)
+        totals = [self._weights(scores, end - first, most.value, sink) for scores, most, sink in each]
+        sums = [Variable(constant(b, wide, 0.0)) for _ in numbers]
+
+        def add(s: Value, value: Value, scale: Value | None):
+            for scores, total in zip(own, sums, strict=True):
+                weight = scores.at((s - first) * 4).load(F32)
+                weight = weight if scale is None else weight * scale
+                total.value = value.fma(weight.splat(kernel.head_dim), total.value)
+
+        self._each(frame, VALUES, row, kv_head, first, end, add)
+        for at, total, inverse in zip(place, sums, totals, strict=True):
+            ffi.result(frame, 0).at(at).store(total.value * inverse.splat(kernel.head_dim))
 
     def _sink(self, frame: Value, head: Value) -> Value | None:
         """The sink of a query head, which is one of all tokens' heads by number."""
