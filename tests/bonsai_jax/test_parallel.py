@@ -16,16 +16,17 @@ from tests.bonsai_jax.tokens import assert_same
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+FILES = ("on_eight_devices.py", "every_architecture_on_two_devices.py")
 
 
 @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_eight_devices(marked):
-    """on_eight_devices.py; alone: XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest
+    """FILES; one alone: XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest
     tests/bonsai_jax/on_eight_devices.py"""
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked]
-    command += [str(HERE / "on_eight_devices.py")]
+    command += [str(HERE / name) for name in FILES]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 

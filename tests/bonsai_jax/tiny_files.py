@@ -31,6 +31,10 @@ class _Embedding(dict):
         return RandomTensor(name, "f32", (VOCAB, 1), 0, 0.0, 0.0, 0)
 
 
+# The tensors of a file that has none yet, for a config that asks for the embedding's shape.
+EMBEDDING = _Embedding()
+
+
 def tiny_gguf(
     architecture: str,
     settings: Mapping[str, Any],
@@ -40,6 +44,7 @@ def tiny_gguf(
     drawn: Mapping[str, tuple[float, float]] | None = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     present: Collection[str] = (),
+    more: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """A GGUF file of an architecture, with the tokenizer of the synthetic models.
 
@@ -50,18 +55,25 @@ def tiny_gguf(
               others 0 and 1 / sqrt(columns), so that they keep the variance of their input
     shapes    in the file, of fields that it has in more axes than their Spec says
     present   names of tensors that some files have, of those by which the config tells them apart
+    more      keys that do not begin with the architecture's name
     """
     words = open_checkpoint("synth:tiny-llama:f32").metadata
     metadata = {
         "general.architecture": architecture,
+        **(more or {}),
         **{f"{architecture}.{key}": value for key, value in settings.items()},
         **{key: value for key, value in words.items() if key.startswith("tokenizer.")},
     }
     module, tensors = architectures.get(architecture), {}
     config = module.config_from_gguf(metadata, _Embedding(dict.fromkeys(present)))
+    # Such as an ffn_up that has the rows of gate too: files have no tensor for gate.
+    fused = {spec.gguf for spec in module.TENSORS if spec.fused and spec.fused.gguf == spec.gguf}
     for spec in module.TENSORS:
         for layer in () if spec.field in without else spec.layers(config):
             name, shape = spec.gguf.format(layer), spec.sizes(config, layer)
+            if spec.fused is not None and spec.fused.rows is not None and spec.fused.gguf in fused:
+                rows = spec.fused.rows(spec.settings(config, layer))
+                name, shape = spec.fused.gguf.format(layer), (rows.repeats * rows.size, *shape[1:])
             packed = spec.is_matrix and shape[-1] % GEOMETRY[format].weights == 0
             own = format if packed and spec.field not in ("router", "embed") else "f32"
             usual = (1.0, 0.1) if spec.field.endswith("norm") else (0.0, 1 / math.sqrt(shape[-1]))

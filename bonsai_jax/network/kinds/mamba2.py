@@ -230,9 +230,10 @@ def _inputs(place: Place, x: Float[Array, "B T H"]) -> Float[Array, "B T I"]:
 
 
 def _mixed(projected: jax.Array, place: Place, state: State) -> tuple[Float[Array, "B T inner"], State]:
-    w = place.weights
+    w, sizes = place.weights, place.settings
+    groups = sizes.groups * w.decay.shape[-1] // sizes.heads  # that this device has
     y, s, tail = mamba2(
-        projected, state.s, state.tail, place.positions, place.index, groups=place.settings.groups,
+        projected, state.s, state.tail, place.positions, place.index, groups=groups,
         conv=w.conv_weights, conv_bias=w.conv_bias, decay=w.decay, dt=w.dt, skip=w.skip, norm=w.group_norm,
         eps=place.eps,
     )  # fmt: skip
