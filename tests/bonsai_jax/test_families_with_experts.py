@@ -1,5 +1,6 @@
 """Members with experts of families whose dense models run: Granite (also with Mamba 2), Hunyuan, LFM2."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
+from checkpoints import Checkpoint, CheckpointError, Tensor
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import answers, as_file
 from tests.bonsai_jax.tiny_files import as_huggingface, logits, tiny_gguf
@@ -105,7 +107,77 @@ def test_an_lfm2_folder_is_the_same_model():
     np.testing.assert_allclose(logits(folder, prompt(50)), logits(file("lfm2moe"), prompt(50)), atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["granitemoe", "granitehybrid", "hunyuan-moe"])
-def test_folders_that_are_not_read_are_refused(name):
-    with pytest.raises(NotImplementedError, match="use a GGUF file of it"):
-        architectures.get(name).config_from_huggingface({}, {})
+SIZES = {
+    "num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+}  # fmt: skip
+GRANITE_FOLDER = SIZES | {
+    "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.1,
+    "logits_scaling": 2.0, "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 64,
+}  # fmt: skip
+HYBRID_FOLDER = GRANITE_FOLDER | {
+    "model_type": "granitemoehybrid", "layer_types": ["mamba", "attention", "mamba"], "mamba_n_heads": 8,
+    "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16, "mamba_d_conv": 4,
+    "position_embedding_type": "nope",
+}  # fmt: skip
+FOLDERS = {
+    "granitemoe": GRANITE_FOLDER | {"model_type": "granitemoeshared"},
+    "granitehybrid": HYBRID_FOLDER,
+    "hunyuan-moe": SIZES
+    | {
+        "model_type": "hunyuan_v1_moe", "num_experts": 8, "moe_topk": [3, 3, 3],
+        "moe_intermediate_size": [192] * 3, "num_shared_expert": [1] * 3,
+    },
+}  # fmt: skip
+
+
+def below(folder: Checkpoint, **names: tuple[str, ...]) -> Checkpoint:
+    """The folder with one tensor in place of several, whose rows lie in it below each other."""
+    tensors = dict(folder.tensors)
+    for whole, parts in names.items():
+        whole = whole.replace("__", ".")
+        for first in [name for name in tensors if name.endswith(parts[0])]:
+            prefix = first.removesuffix(parts[0])
+            each = [tensors.pop(prefix + part).data.view(np.float32) for part in parts]
+            w = np.concatenate(each, axis=-2)
+            tensors[prefix + whole] = Tensor(prefix + whole, "f32", w.shape, w.view(np.uint8))
+    return dataclasses.replace(folder, tensors=tensors)
+
+
+def granite_folder(gguf: Checkpoint, metadata) -> Checkpoint:
+    """As transformers writes it."""
+    return below(
+        as_huggingface(gguf, metadata, decay=lambda a: np.log(-a)),
+        block_sparse_moe__input_linear__weight=("block_sparse_moe.gate.weight", "block_sparse_moe.up.weight"),
+        shared_mlp__input_linear__weight=("shared_mlp.gate.weight", "shared_mlp.up.weight"),
+    )
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_is_the_same_model_as_the_gguf_file(name):
+    make = as_huggingface if name == "hunyuan-moe" else granite_folder
+    folder = make(file(name), FOLDERS[name])
+    np.testing.assert_allclose(logits(folder, prompt(50)), logits(file(name), prompt(50)), atol=1e-5)
+
+
+def test_a_folder_of_a_dense_granite_hybrid_calls_its_feed_forward_a_shared_expert():
+    dense = {key: value for key, value in SETTINGS["granitehybrid"].items() if "expert" not in key}
+    gguf = tiny_gguf("granitehybrid", dense, drawn=DRAWN, shapes=SHAPES, without=("rope_divisors",))
+    folder = granite_folder(gguf, HYBRID_FOLDER | {"num_local_experts": 0, "shared_intermediate_size": 192})
+    assert not any("block_sparse_moe" in name for name in folder.tensors)
+    np.testing.assert_allclose(logits(folder, prompt(50)), logits(gguf, prompt(50)), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("granitehybrid", {"model_type": "bamba"}, "folders of Bamba are not supported; use a GGUF file"),
+        ("granitehybrid", {"layer_types": ["mamba"]}, "layer_types: 3 are expected, each one of mamba, att"),
+        ("hunyuan-moe", {"use_cla": True}, "use_cla is true"),
+        ("hunyuan-moe", {"moe_topk": [3, 2, 3]}, r"moe_topk is \[3, 2, 3\]; a number is expected"),
+    ],
+)
+def test_what_a_folder_says_wrong_is_named(name, change, message):
+    folder = as_huggingface(file(name), FOLDERS[name] | change)
+    with pytest.raises((CheckpointError, NotImplementedError), match=message):
+        architectures.config_of(folder)

@@ -1,19 +1,26 @@
 """Hunyuan A13B (Tencent): a dense Hunyuan with experts and a shared expert in all layers.
 
-GGUF files hold the base of the rope as it is used. Hugging Face folders are not read.
+GGUF files hold the base of the rope as it is used.
 """
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import hunyuan_dense
 from bonsai_jax.network.kinds import tensors
+from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import whole
 
 MODELS = "Hunyuan A13B"
 TENSORS = (
     *hunyuan_dense.TENSORS,
-    *tensors("experts", "norm", "router", "gate", "up", "down", "shared_gate", "shared_up", "shared_down"),
-)
+    *tensors(
+        "experts", "norm", "gate", "up", "down",
+        router=("ffn_gate_inp.weight", "mlp.gate.wg.weight"),
+        shared_gate=("ffn_gate_shexp.weight", "mlp.shared_mlp.gate_proj.weight"),
+        shared_up=("ffn_up_shexp.weight", "mlp.shared_mlp.up_proj.weight"),
+        shared_down=("ffn_down_shexp.weight", "mlp.shared_mlp.down_proj.weight"),
+    ),
+)  # fmt: skip
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
@@ -25,6 +32,20 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
-    raise NotImplementedError(
-        "Hugging Face folders of Hunyuan with experts are not supported; use a GGUF file of it"
+    if metadata.get("use_cla"):
+        raise NotImplementedError("use_cla is true (layers that share keys and values); supported: false")
+    experts = Experts(
+        count=whole(metadata, "num_experts"),
+        used=_every_layers(metadata, "moe_topk"),
+        ffn=_every_layers(metadata, "moe_intermediate_size"),
+        shared=whole(metadata, "intermediate_size") * _every_layers(metadata, "num_shared_expert"),
     )
+    return experts_metadata.with_experts(hunyuan_dense.config_from_huggingface(metadata, tensors), experts)
+
+
+def _every_layers(metadata, key: str) -> int:
+    """A whole number, or a list of it for each layer."""
+    value = metadata.get(key)
+    if isinstance(value, list) and len(set(map(str, value))) == 1:
+        return whole({key: value[0]}, key)
+    return whole(metadata, key)

@@ -62,15 +62,15 @@ def tensors(
     fields    of the kind's TENSORS, under their usual names
     names     field=(GGUF, Hugging Face): the same under others, without the layer's prefix
     optional  whether a file may lack them
-    rows_of   (GGUF, Hugging Face): a tensor in which those of `fields` may lie below each other, without the
-              layer's prefix
+    rows_of   (GGUF, Hugging Face): a tensor in which those of `fields` and `names` may lie below each other,
+              without the layer's prefix; where these are experts' tensors, those of each expert
     """
     menu = get(kind).TENSORS
     usual = {field: (menu[field].gguf, menu[field].huggingface) for field in fields}
     fused = {field: menu[field].fused for field in (*fields, *names)}
     if rows_of is not None:
-        counts = [menu[field].shape[0] for field in fields]
-        fused |= {field: Fused(*rows_of, _below(counts, i)) for i, field in enumerate(fields)}
+        counts = [menu[field].shape[-2:][0] for field in fused]
+        fused |= {field: Fused(*rows_of, _below(counts, i)) for i, field in enumerate(list(fused))}
     return tuple(
         dataclasses.replace(
             menu[field],
