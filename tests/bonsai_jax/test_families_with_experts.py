@@ -1,6 +1,5 @@
 """Members with experts of families whose dense models run: Granite (also with Mamba 2), Hunyuan, LFM2."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -8,10 +7,10 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
-from checkpoints import Checkpoint, CheckpointError, Tensor
+from checkpoints import Checkpoint, CheckpointError
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import answers, as_file
-from tests.bonsai_jax.tiny_files import as_huggingface, logits, tiny_gguf
+from tests.bonsai_jax.tiny_files import as_huggingface, below_each_other, logits, tiny_gguf
 
 COMMON = {
     "block_count": 3,
@@ -131,26 +130,13 @@ FOLDERS = {
 }  # fmt: skip
 
 
-def below(folder: Checkpoint, **names: tuple[str, ...]) -> Checkpoint:
-    """The folder with one tensor in place of several, whose rows lie in it below each other."""
-    tensors = dict(folder.tensors)
-    for whole, parts in names.items():
-        whole = whole.replace("__", ".")
-        for first in [name for name in tensors if name.endswith(parts[0])]:
-            prefix = first.removesuffix(parts[0])
-            each = [tensors.pop(prefix + part).data.view(np.float32) for part in parts]
-            w = np.concatenate(each, axis=-2)
-            tensors[prefix + whole] = Tensor(prefix + whole, "f32", w.shape, w.view(np.uint8))
-    return dataclasses.replace(folder, tensors=tensors)
-
-
 def granite_folder(gguf: Checkpoint, metadata) -> Checkpoint:
     """As transformers writes it."""
-    return below(
-        as_huggingface(gguf, metadata, decay=lambda a: np.log(-a)),
-        block_sparse_moe__input_linear__weight=("block_sparse_moe.gate.weight", "block_sparse_moe.up.weight"),
-        shared_mlp__input_linear__weight=("shared_mlp.gate.weight", "shared_mlp.up.weight"),
-    )
+    folder = as_huggingface(gguf, metadata, decay=lambda a: np.log(-a))
+    for experts in ("block_sparse_moe", "shared_mlp"):
+        parts = (f"{experts}.gate.weight", f"{experts}.up.weight")
+        folder = below_each_other(folder, f"{experts}.input_linear.weight", *parts)
+    return folder
 
 
 @pytest.mark.parametrize("name", FOLDERS)

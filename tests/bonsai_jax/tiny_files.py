@@ -87,11 +87,14 @@ def tiny_gguf(
 def as_huggingface(
     checkpoint: Checkpoint,
     metadata: Mapping[str, Any],
+    *,
+    turned: bool = True,
     **original: Callable[[np.ndarray], np.ndarray],
 ) -> Checkpoint:
     """The folder that a GGUF file of f32 tensors was converted from.
 
     metadata  its config.json
+    turned    whether the folder has queries and keys in halves where the file has neighbours
     original  by field (Spec.field), what makes the folder's values of the file's
     """
     module = architectures.get(checkpoint.metadata["general.architecture"])
@@ -101,13 +104,31 @@ def as_huggingface(
         for layer in spec.layers(config):
             if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is not None:
                 values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
-                values = _halves(values, spec, spec.settings(config, layer))
+                values = _halves(values, spec, spec.settings(config, layer)) if turned else values
                 values = original.get(spec.field, np.ascontiguousarray)(values)
-                one_by_one = str(spec.huggingface).count("{}") == 2  # experts
+                own = str(spec.huggingface)
+                if spec.fused is not None and spec.fused.gguf == spec.gguf:
+                    own = str(spec.fused.huggingface)  # the file has no tensor of this one alone
+                one_by_one = own.count("{}") == 2  # experts
                 for number, part in enumerate(values if one_by_one else [values]):
-                    name = str(spec.huggingface).format(layer, number)
+                    name = own.format(layer, number)
                     tensors[name] = Tensor(name, "f32", part.shape, np.ascontiguousarray(part).view(np.uint8))
     return dataclasses.replace(checkpoint, naming="huggingface", metadata=dict(metadata), tensors=tensors)
+
+
+def below_each_other(checkpoint: Checkpoint, whole: str, *parts: str) -> Checkpoint:
+    """The file with one tensor in place of several, in which their rows lie below each other.
+
+    whole, parts  how the names of the one and of the others end
+    """
+    tensors = dict(checkpoint.tensors)
+    for first in [name for name in tensors if name.endswith(parts[0])]:
+        prefix = first.removesuffix(parts[0])
+        own = [tensors.pop(prefix + part) for part in parts]
+        rows = -1 if len(own[0].shape) == 1 else -2
+        w = np.concatenate([np.asarray(blocks(t)).view(np.float32).reshape(t.shape) for t in own], axis=rows)
+        tensors[prefix + whole] = Tensor(prefix + whole, "f32", w.shape, w.view(np.uint8))
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:

@@ -59,6 +59,15 @@ ALIASES = {
     "kimi_k2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "mistral4": "deepseek2",
+    "bailing_moe_v2": "bailingmoe2",
+    "qwen2_vl": "qwen2vl",
+    "qwen2_vl_text": "qwen2vl",
+    "qwen2_5_vl": "qwen2vl",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl": "qwen3vl",
+    "qwen3_vl_text": "qwen3vl",
+    "qwen3_vl_moe": "qwen3vlmoe",
+    "qwen3_vl_moe_text": "qwen3vlmoe",
 }
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory

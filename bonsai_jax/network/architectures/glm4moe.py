@@ -18,20 +18,20 @@ NORM = (
     "post_attention_norm.weight",
     "post_attention_layernorm.weight",
 )  # the norm before the feed-forward or the experts
+SHARED = {
+    "shared_gate": ("ffn_gate_shexp.weight", "mlp.shared_experts.gate_proj.weight"),
+    "shared_up": ("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight"),
+    "shared_down": ("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight"),
+}  # with "experts" where Qwen's names have "expert"
 TENSORS = (
     EMBED,
     *tensors("attention", "norm", "q", "k", "v", "o"),
     *tensors("attention", "q_bias", "k_bias", "v_bias", "q_norm", "k_norm", optional=True),
     *tensors("mlp", "gate", "up", "down", norm=NORM),
-    *tensors(
-        "experts", "router", "choice_bias", "gate", "up", "down", norm=NORM,
-        shared_gate=("ffn_gate_shexp.weight", "mlp.shared_experts.gate_proj.weight"),
-        shared_up=("ffn_up_shexp.weight", "mlp.shared_experts.up_proj.weight"),
-        shared_down=("ffn_down_shexp.weight", "mlp.shared_experts.down_proj.weight"),
-    ),
+    *tensors("experts", "router", "choice_bias", "gate", "up", "down", norm=NORM, **SHARED),
     FINAL_NORM,
     HEAD,
-)  # fmt: skip
+)
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
