@@ -52,7 +52,7 @@ def _in_best_groups(scores: Float[Array, "*batch E"], groups: int, used: int) ->
 
 def experts_gated(
     x: Float[Array, "*batch K"],
-    gate: QTensor | LayerStack,
+    gate: QTensor | LayerStack | None,
     up: QTensor | LayerStack,
     chosen: Int[Array, "*batch used"],
     layer: int | Int[Array, ""] | None = None,
@@ -65,14 +65,20 @@ def experts_gated(
     y[..., j, :] = activation(W_gate[layer, e] x, W_up[layer, e] x),  e = chosen[..., j]
 
     x         floating point [..., K]
-    gate, up  stacks of N x K with two leading axes, layers and experts; without layer with that of experts
+    gate, up  stacks of N x K with two leading axes, layers and experts; without layer with that of experts.
+              A gate of None: y = activation(W_up x, 1)
     chosen    int32 [..., used]; what is no expert's index (-1, or as many as there are) stands for none
     activation  as for `gated`
     biases    of gate and up in this layer, added to the products; None: there are none
     Returns float32, zeros where there is no expert. Matrices that nobody has chosen are not read.
     Derivatives and vmap as for `matmul`, which multiplies (groups.py).
-    Raises ValueError where sizes do not fit each other.
+    Raises ValueError where sizes do not fit each other, and for biases without a gate.
     """
+    if gate is None:
+        if biases is not None:
+            raise ValueError("experts_gated: biases are given, and gate is None; biases need a gate")
+        _check("experts_gated", x, (up,), chosen)
+        return activation(by_expert(x, (up,), chosen, layer), 1.0)
     _check("experts_gated", x, (gate, up), chosen)
     if biases is None:
         return by_expert(x, (gate, up), chosen, layer, activation)
@@ -104,7 +110,7 @@ def experts_matmul(
 
 def experts_ffn(
     x: Float[Array, "*batch K"],
-    gate: QTensor | LayerStack,
+    gate: QTensor | LayerStack | None,
     up: QTensor | LayerStack,
     down: QTensor | LayerStack,
     chosen: Int[Array, "*batch used"],
@@ -119,6 +125,9 @@ def experts_ffn(
 
     Arguments, derivatives and errors as for the two.
     """
+    if gate is None:
+        hidden = experts_gated(x, gate, up, chosen, layer, activation=activation)
+        return experts_matmul(hidden, down, chosen, weights, layer)
     _check("experts_ffn", x, (gate, up), chosen)
 
     def halves(x, weights, stacks, indices):

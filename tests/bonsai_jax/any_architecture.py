@@ -64,6 +64,10 @@ BY_KIND = {
     },
     "short_conv": {"shortconv.l_cache": 3, **SOME_ATTEND},
 }
+NEMOTRON = {
+    "attention.head_count_kv": np.array([0, 2, 0, 0], np.int32),
+    "feed_forward_length": np.array([0, 0, 192, 0], np.int32),
+}
 SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"attention.head_count_kv": 2},
     "gemma3": {"attention.sliding_window_pattern": 2},
@@ -71,11 +75,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "attention.sliding_window_pattern": [True, False] * (LAYERS // 2),
         "swiglu_clamp_exp": [7.0] * LAYERS,
     },
-    "nemotron_h": {
-        "attention.head_count_kv": np.array([0, 2, 0, 0], np.int32),
-        "feed_forward_length": np.array([0, 0, 192, 0], np.int32),
-    },
+    "nemotron_h": NEMOTRON | {"expert_count": 0},
+    "nemotron_h_moe": NEMOTRON,
 }
+# An alias with settings of its own is another model of its architecture.
+NAMES = sorted({*architectures.names(), *SPECIAL})
 # Keys that do not begin with the architecture's name, though one architecture alone has them.
 UNPREFIXED = {f"xielu.{name}": [0.5] * LAYERS for name in ("alpha_p", "alpha_n", "beta", "eps")}
 # States that decay by about a tenth for each token, and small biases.

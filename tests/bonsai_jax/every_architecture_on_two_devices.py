@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import architectures
-from tests.bonsai_jax.any_architecture import tiny
+from tests.bonsai_jax.any_architecture import NAMES, tiny
 
 RUN = bj.RunConfig(page_size=16, context=64, activation_bits=16)
 PROMPT = np.random.default_rng(0).integers(0, 256, 30).tolist()
@@ -15,10 +14,7 @@ PROMPT = np.random.default_rng(0).integers(0, 256, 30).tolist()
 
 @pytest.mark.parametrize(
     "name",  # one with Mamba 2, experts and a shared expert daily
-    [
-        name if name == "granitehybrid" else pytest.param(name, marks=pytest.mark.slow)
-        for name in architectures.names()
-    ],
+    [name if name == "granitehybrid" else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
 )
 def test_two_devices_give_the_logits_of_one(name):
     file = tiny(name, "q8_0")

@@ -19,10 +19,9 @@ from bonsai_jax.network import architectures
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor
 from tests.agreement import padded_logits
-from tests.bonsai_jax.any_architecture import LAYERS, tiny
+from tests.bonsai_jax.any_architecture import LAYERS, NAMES, tiny
 from tests.bonsai_jax.test_oracle import GREEDY
 
-NAMES = architectures.names()
 REFERENCE = bj.RunConfig(impl="reference", page_size=16)
 KERNELS = bj.RunConfig(page_size=16, activation_bits=16)
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 33, 70)]

@@ -42,18 +42,31 @@ SETTINGS = {
         "rope.dimension_count": 32,
     },
 }
+SETTINGS["nemotron_h_moe"] = SETTINGS["nemotron_h"] | {
+    "feed_forward_length": np.array([0, 64, 0, 64, 0, 64], np.int32),
+    "expert_count": 8,
+    "expert_used_count": 3,
+    "expert_feed_forward_length": 64,
+    "expert_shared_feed_forward_length": 128,
+    "expert_shared_count": 1,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 2.5,
+    "expert_group_count": 1,
+}
 # States that decay by about a tenth for each token, and time steps near 1.
 DRAWN = {
     "decay": (-0.15, 0.03),
     "dt": (0.0, 0.5),
     "skip": (0.0, 0.5),
     "conv_bias": (0.0, 0.1),
+    "choice_bias": (0.0, 0.1),
     "embed": (0.0, 0.5),
 }
 SHAPES = {"decay": (8, 1), "skip": (8, 1), "group_norm": (2, 128)}
 LENGTHS = (1, 63, 65, 300)
 both_mixers_every_day = pytest.mark.parametrize(
-    "name", ["falcon-h1", pytest.param("nemotron_h", marks=pytest.mark.slow)]
+    "name",
+    ["falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("nemotron_h", "nemotron_h_moe"))],
 )
 
 
@@ -100,32 +113,53 @@ def test_tokens_one_by_one_in_an_engine_and_speculated_are_the_same_text(name):
             assert engine.submit(ids, sampling=GREEDY, **options).result().tokens == guessed.tokens
 
 
-def test_a_nemotron_folder_is_the_same_model():
-    metadata = {
-        "model_type": "nemotron_h",
-        "hidden_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "attention_head_dim": 32,
-        "intermediate_size": 256,
-        "mamba_num_heads": 8,
-        "mamba_head_dim": 32,
-        "n_groups": 2,
-        "ssm_state_size": 16,
-        "conv_kernel": 4,
-        "max_position_embeddings": 2048,
-        "layer_norm_epsilon": 1e-5,
-        "hybrid_override_pattern": "M-*-M-",
-    }
-    widths = {**SETTINGS["nemotron_h"], "feed_forward_length": np.array([0, 256] * 3, np.int32)}
-    gguf = tiny_gguf("nemotron_h", widths, drawn=DRAWN, shapes=SHAPES)
+NEMOTRON_FOLDER = {
+    "model_type": "nemotron_h",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "attention_head_dim": 32,
+    "intermediate_size": 256,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "max_position_embeddings": 2048,
+    "layer_norm_epsilon": 1e-5,
+    "hybrid_override_pattern": "M-*-M-",
+}
+WORDS = ["mamba", "moe", "attention", "moe", "mamba", "moe"]
+EXPERTS_FOLDER = NEMOTRON_FOLDER | {
+    "hybrid_override_pattern": "ME*EME",
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "metadata"),
+    [
+        ("nemotron_h", {"feed_forward_length": np.array([0, 256] * 3, np.int32)}, NEMOTRON_FOLDER),
+        ("nemotron_h_moe", {}, EXPERTS_FOLDER),
+        ("nemotron_h_moe", {}, EXPERTS_FOLDER | {"layers_block_type": WORDS}),
+    ],
+)
+def test_a_nemotron_folder_is_the_same_model(name, changes, metadata):
+    gguf = tiny_gguf(name, SETTINGS[name] | changes, drawn=DRAWN, shapes=SHAPES)
     folder = as_huggingface(gguf, metadata, decay=lambda a: np.log(-a))
     np.testing.assert_allclose(logits(folder, prompt(50)), logits(gguf, prompt(50)), atol=1e-5)
 
 
 def test_what_is_not_supported_is_named():
-    falcon, nemotron = (architectures.get(name) for name in SETTINGS)
+    falcon, nemotron = architectures.get("falcon-h1"), architectures.get("nemotron_h")
     with pytest.raises(NotImplementedError, match="use a GGUF file of it"):
         falcon.config_from_huggingface({}, {})
-    with pytest.raises(NotImplementedError, match="expert_count is 128: experts without a gate"):
-        nemotron.config_from_gguf({"general.architecture": "nemotron_h", "nemotron_h.expert_count": 128}, {})
+    with pytest.raises(NotImplementedError, match="moe_latent_size is 1024; experts in a latent space"):
+        nemotron.config_from_huggingface(EXPERTS_FOLDER | {"moe_latent_size": 1024}, {})
+    with pytest.raises(NotImplementedError, match="hybrid_override_pattern has 'E' in it; supported: "):
+        nemotron.config_from_huggingface(NEMOTRON_FOLDER | {"hybrid_override_pattern": "ME"}, {})

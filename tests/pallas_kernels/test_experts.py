@@ -11,12 +11,14 @@ import pytest
 
 from pallas_kernels import (
     GELU_TANH,
+    RELU_SQUARED,
     SILU,
     LayerStack,
     Products,
     QTensor,
     device,
     each_matmul,
+    experts_ffn,
     experts_gated,
     experts_matmul,
     route,
@@ -145,6 +147,26 @@ def test_biases_of_experts():
                 total += weights[token, j] * (down.dense[e].astype(np.float64) @ hidden + biases[2][e])
             np.testing.assert_allclose(made[token, j], hidden, atol=1e-4)
         np.testing.assert_allclose(summed[token], total, atol=1e-4)
+
+
+def test_experts_without_a_gate():
+    """Beside loops in numpy; a token without an expert has zeros."""
+    rng, chosen = np.random.default_rng(2), chosen_of(5, 3)
+    up, down = (drawn("q8_0", (EXPERTS, 64, 64), seed) for seed in range(2))
+    x, weights = jnp.array(rng.standard_normal((5, 64))), rng.random((5, 3)).astype(np.float32)
+    made = experts_gated(x, None, up.blocks, chosen, activation=RELU_SQUARED)
+    both = experts_ffn(x, None, up.blocks, down.blocks, chosen, weights, activation=RELU_SQUARED)
+    for token in range(5):
+        total = np.zeros(64)
+        for j, e in enumerate(chosen[token]):
+            hidden = np.zeros(64)
+            if 0 <= e < EXPERTS:
+                hidden = np.maximum(up.dense[e].astype(np.float64) @ x[token], 0) ** 2
+                total += weights[token, j] * (down.dense[e].astype(np.float64) @ hidden)
+            np.testing.assert_allclose(made[token, j], hidden, atol=1e-4)
+        np.testing.assert_allclose(both[token], total, atol=1e-4)
+    with pytest.raises(ValueError, match="gate is None; biases need a gate"):
+        experts_gated(x, None, up.blocks, chosen, biases=(weights, weights))
 
 
 CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, multiprocessors, activation

@@ -53,6 +53,7 @@ ALIASES = {
     "lfm2_moe": "lfm2moe",
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid",
+    "nemotron_h_moe": "nemotron_h",
     "bamba": "granitehybrid",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",

@@ -11,6 +11,8 @@ or norms that make of the shared expert a feed-forward beside the experts (Gemma
 
     x + norm(norm(chosen experts of norm(x)) + norm(shared expert of norm(x))),  p = softmax(W_router norm(x))
 
+Experts without a gate (the shared one too) compute W_down act(W_up n), as in kinds/plain_mlp.py.
+
 Over a mesh each device has some of the experts and a part of the shared one, whose part of the sum it adds.
 Padding chooses none.
 """
@@ -155,6 +157,7 @@ TENSORS = {
 class Weights(struct.PyTreeNode):
     """Weights of the layers of a group; gate, up and down are stacked over experts too.
 
+    gate        None: experts have no gate, nor has the shared one
     router_bias  added to the router's logits
     choice_bias  added to probabilities for the choice alone
     gate_bias, up_bias, down_bias   of each expert's products; all three or none
@@ -168,9 +171,9 @@ class Weights(struct.PyTreeNode):
 
     norm: Float[Array, "L H"]
     router: LayerStack
-    gate: LayerStack
     up: LayerStack
     down: LayerStack
+    gate: LayerStack | None = None
     router_bias: Float[Array, "L E"] | None = None
     choice_bias: Float[Array, "L E"] | None = None
     gate_bias: Float[Array, "L E F"] | None = None
@@ -199,7 +202,7 @@ def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
         y = place.norm(summed(y, rounded, place), w.chosen_post_norm)
         y = y + place.norm(summed(beside, rounded, place), w.shared_post_norm)
         return add_whole(x, y, place, "mlp", w.post_norm), state, workspace
-    if w.shared_gate is not None:
+    if w.shared_up is not None:
         y = _shared_expert(place, n, y)
     return add(x, y, rounded, place, "mlp"), state, workspace
 
@@ -237,7 +240,11 @@ def _chosen_experts(
 def _shared_expert(place: Place, n: Float[Array, "B T H"], y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
     """y plus what the shared expert makes of each token, or this device's part of that."""
     w, layer = place.weights, place.index
-    hidden = gated(n, w.shared_gate, w.shared_up, layer, activation=place.settings.activation)
+    activation = place.settings.activation
+    if w.shared_gate is None:
+        hidden = activation(matmul(n, w.shared_up, layer), 1.0)
+    else:
+        hidden = gated(n, w.shared_gate, w.shared_up, layer, activation=activation)
     if w.shared_router is not None:
         logit = jnp.einsum("...h,h->...", n, w.shared_router[layer], precision=jax.lax.Precision.HIGHEST)
         hidden = jax.nn.sigmoid(logit)[..., None] * hidden
