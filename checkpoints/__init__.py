@@ -16,6 +16,7 @@ from pathlib import Path
 from . import demo
 from .checkpoint import (
     ByHead,
+    Changed,
     Checkpoint,
     CheckpointError,
     Gathered,
@@ -33,6 +34,7 @@ from .synth import open_synth
 
 __all__ = [
     "ByHead",
+    "Changed",
     "Checkpoint",
     "CheckpointError",
     "Folding",

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -226,6 +226,60 @@ class ByHead:
 
     def forget(self) -> None:
         self.whole.forget()
+
+
+@dataclasses.dataclass(frozen=True)
+class Changed:
+    """A tensor with other values than its file has, such as weights rounded to three values, or multiplied.
+    Each access to `data` computes them.
+
+    whole   the file's tensor, f32, f16 or bf16; the result has its format and is rounded to that
+    change  float32 [*shape] -> float32 [*shape]
+    """
+
+    whole: Stored
+    change: Callable[[np.ndarray], np.ndarray]
+
+    def __post_init__(self):
+        if self.whole.format not in _FLOATS:
+            raise CheckpointError(
+                f"tensor {self.name}: format is {self.whole.format!r}, and its values must be changed while "
+                f"they are loaded; supported: {', '.join(_FLOATS)}"
+            )
+
+    @property
+    def name(self) -> str:
+        return self.whole.name
+
+    @property
+    def format(self) -> str:
+        return self.whole.format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole.shape
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [*shape[:-1], bytes of a row]"""
+        dtype = _FLOATS[self.format]
+        stored = np.ascontiguousarray(self.whole.data).view(dtype).reshape(self.shape)
+        if self.format != "bf16":
+            values = self.change(stored.astype(np.float32)).astype(dtype)
+        else:  # the upper half of a float32, rounded to nearest even
+            values = self.change((stored.astype(np.uint32) << 16).view(np.float32)).view(np.uint32)
+            values = ((values + 0x7FFF + (values >> 16 & 1)) >> 16).astype(np.uint16)
+        return values.view(np.uint8).reshape(*self.shape[:-1], -1)
+
+    @property
+    def nbytes(self) -> int:
+        return self.whole.nbytes
+
+    def forget(self) -> None:
+        self.whole.forget()
+
+
+_FLOATS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}  # numpy has no bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,3 +20,18 @@ def mamba2_from_gguf(metadata: Mapping[str, Any]) -> Mamba2:
         state=whole(metadata, f"{key}.state_size"),
         conv=whole(metadata, f"{key}.conv_kernel"),
     )
+
+
+def mamba2_from_huggingface(metadata: Mapping[str, Any]) -> Mamba2:
+    """From the keys of config.json that begin with "mamba_", as Falcon-H1 and Granite 4.0-H have them. Raises
+    as `mamba2_from_gguf`."""
+    mamba2 = Mamba2(
+        heads=whole(metadata, "mamba_n_heads"),
+        head_dim=whole(metadata, "mamba_d_head"),
+        groups=whole(metadata, "mamba_n_groups", 1),
+        state=whole(metadata, "mamba_d_state"),
+        conv=whole(metadata, "mamba_d_conv"),
+    )
+    if (width := whole(metadata, "mamba_d_ssm", mamba2.inner)) != mamba2.inner:
+        raise ValueError(f"mamba_d_ssm is {width}; mamba_n_heads times mamba_d_head is {mamba2.inner}")
+    return mamba2

@@ -9,6 +9,7 @@ from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.weights.drawing import Drawn
 from checkpoints import (
     ByHead,
+    Changed,
     Checkpoint,
     CheckpointError,
     Folding,
@@ -26,7 +27,7 @@ MULTIMODAL = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-Source = Tensor | Gathered | Microscaled | Part | ByHead | Drawn
+Source = Tensor | Gathered | Microscaled | Part | ByHead | Changed | Drawn
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
 

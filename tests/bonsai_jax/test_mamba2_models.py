@@ -7,6 +7,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
+from checkpoints import CheckpointError
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
 from tests.bonsai_jax.tiny_files import as_huggingface, logits, tiny_gguf
@@ -155,10 +156,70 @@ def test_a_nemotron_folder_is_the_same_model(name, changes, metadata):
     np.testing.assert_allclose(logits(folder, prompt(50)), logits(gguf, prompt(50)), atol=1e-5)
 
 
+FALCON_FOLDER = {
+    "model_type": "falcon_h1",
+    "num_hidden_layers": 3,
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 256,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "mamba_d_ssm": 256,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_rms_norm": True,
+    "mamba_norm_before_gate": False,
+    "attention_in_multiplier": 1.25,
+    "attention_out_multiplier": 0.9,
+    "key_multiplier": 0.4,
+    "ssm_in_multiplier": 1.5,
+    "ssm_out_multiplier": 0.3,
+    "ssm_multipliers": [0.35, 0.25, 0.2, 0.5, 0.7],
+    "mlp_multipliers": [0.9, 0.4],
+    "embedding_multiplier": 5.5,
+    "lm_head_multiplier": 0.2,
+}
+
+
+def falcon_folder(**changes):
+    """Whose multipliers make the GGUF file of it. Rows of `inputs`: z, x, B, C and the time steps."""
+    parts = np.repeat(FALCON_FOLDER["ssm_multipliers"], (256, 256, 32, 32, 8))[:, None] * 1.5
+    factors = {"q": 1.25, "k": 1.25 * 0.4, "v": 1.25, "o": 0.9, "inputs": parts, "out": 0.3}
+    factors |= {"gate": 0.9, "down": 0.4, "embed": 5.5, "head": 0.2}
+    original = {field: lambda w, f=f: (w / f).astype(np.float32) for field, f in factors.items()}
+    return as_huggingface(file("falcon-h1"), FALCON_FOLDER | changes, decay=lambda a: np.log(-a), **original)
+
+
+def test_a_falcon_folder_s_weights_are_multiplied_while_they_are_loaded():
+    np.testing.assert_allclose(
+        logits(falcon_folder(), prompt(50)), logits(file("falcon-h1"), prompt(50)), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mamba_d_ssm": 512},
+            "falcon_h1 model: mamba_d_ssm is 512; mamba_n_heads times mamba_d_head is 256",
+        ),
+        ({"mamba_norm_before_gate": True}, "mamba_norm_before_gate is true; supported: false"),
+        ({"mlp_multipliers": [1, 2, 3]}, r"mlp_multipliers is \[1, 2, 3\]; one number or a list of 2"),
+    ],
+)
+def test_what_a_falcon_folder_says_wrong_is_named(changes, message):
+    with pytest.raises((CheckpointError, NotImplementedError), match=f"^a tiny falcon-h1: .*{message}"):
+        architectures.describe(falcon_folder(**changes))
+
+
 def test_what_is_not_supported_is_named():
-    falcon, nemotron = architectures.get("falcon-h1"), architectures.get("nemotron_h")
-    with pytest.raises(NotImplementedError, match="use a GGUF file of it"):
-        falcon.config_from_huggingface({}, {})
+    nemotron = architectures.get("nemotron_h")
     with pytest.raises(NotImplementedError, match="moe_latent_size is 1024; experts in a latent space"):
         nemotron.config_from_huggingface(EXPERTS_FOLDER | {"moe_latent_size": 1024}, {})
     with pytest.raises(NotImplementedError, match="hybrid_override_pattern has 'E' in it; supported: "):

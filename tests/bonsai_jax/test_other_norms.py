@@ -264,6 +264,3 @@ def test_keys_of_gguf_files_are_checked():
     other = dataclasses.replace(bitnet, metadata=bitnet.metadata | {"bitnet.hidden_activation": "gelu"})
     with pytest.raises(NotImplementedError, match="hidden_activation is 'gelu'; supported: silu, relu2"):
         architectures.config_of(other)
-    folder = Checkpoint("folder", "huggingface", {"model_type": "bitnet"}, {})
-    with pytest.raises(NotImplementedError, match="convert the folder to GGUF"):
-        architectures.config_of(folder)

@@ -9,6 +9,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import answers, as_file
@@ -186,3 +187,21 @@ def test_what_a_folder_says_otherwise_is_refused(name, change, message):
 def test_transposed_experts_of_a_folder_are_refused():
     with pytest.raises(NotImplementedError, match="use a GGUF file of it"):
         architectures.get("qwen3_vl_moe").config_from_huggingface({}, {})
+
+
+def test_weights_of_a_bitnet_folder_become_three_values():
+    """Those that llama.cpp's converter writes."""
+    raw = tiny_gguf("bitnet", COMMON, drawn=DRAWN)
+    folder = as_huggingface(raw, SIZES | {"model_type": "bitnet", "hidden_act": "silu"})
+    tensors = dict(raw.tensors)
+    for name in [name for name in tensors if name.startswith("blk.") and "norm" not in name]:
+        w = np.asarray(blocks(tensors[name])).view(np.float32).reshape(tensors[name].shape)
+        scale = np.abs(w).mean(dtype=np.float64)
+        w = np.float32(np.clip(np.rint(w / scale), -1, 1) * scale)
+        assert len(np.unique(w)) == 3
+        tensors[name] = Tensor(name, "f32", w.shape, w.view(np.uint8))
+    gguf = dataclasses.replace(raw, tensors=tensors)
+    np.testing.assert_allclose(logits(folder, prompt(40)), logits(gguf, prompt(40)), atol=1e-5)
+    packed = {"quantization_config": {"quantization_mode": "offline"}}
+    with pytest.raises(NotImplementedError, match="quantization_mode is 'offline': packed weights are not"):
+        architectures.config_of(dataclasses.replace(folder, metadata={**folder.metadata, **packed}))

@@ -10,7 +10,7 @@ import safetensors.numpy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
+from checkpoints import Changed, CheckpointError, Tensor, open_checkpoint, write_gguf
 
 BLOCKS = Tensor("t", "q8_0", (2, 64), np.arange(136, dtype=np.uint8).reshape(2, 68))
 
@@ -276,3 +276,26 @@ def test_a_tensor_that_is_forgotten_leaves_memory_and_can_be_read_again(tmp_path
     tensor.forget()
     assert before - resident() > 0.9 * data.nbytes
     np.testing.assert_array_equal(tensor.data, data)
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("f32", np.float32), ("f16", np.float16), ("bf16", ml_dtypes.bfloat16)]
+)
+def test_changed_values_are_rounded_to_the_tensor_s_format(format, dtype):
+    values = np.random.default_rng(0).standard_normal((40, 6)).astype(dtype)
+    whole = Tensor("w", format, values.shape, values.view(np.uint8))
+    changed = Changed(whole, lambda w: w * np.float32(0.37))
+    assert (changed.name, changed.format, changed.shape, changed.nbytes) == (
+        "w",
+        format,
+        (40, 6),
+        values.nbytes,
+    )
+    want = (values.astype(np.float32) * np.float32(0.37)).astype(dtype)
+    np.testing.assert_array_equal(changed.data, want.view(np.uint8))
+
+
+def test_packed_values_cannot_be_changed():
+    whole = Tensor("w", "q8_0", (1, 32), np.zeros((1, 34), np.uint8))
+    with pytest.raises(CheckpointError, match=r"tensor w: format is 'q8_0', .* supported: f32, f16, bf16"):
+        Changed(whole, np.negative)

@@ -7,12 +7,17 @@ An architecture module defines
     DRAFT                         the same for its draft layer, where it may have one
     config_from_gguf(metadata, tensors)         -> ModelConfig, from GGUF keys
     config_from_huggingface(metadata, tensors)  -> ModelConfig, from config.json
+    tensors_from_huggingface(metadata, tensors) -> the tensors of a Hugging Face folder with the values that
+                                  a GGUF file has, by name; where they are the same there is none
 
 `get(name)` imports by file name, so a new file is a new architecture.
 """
 
+import contextlib
+import dataclasses
 import importlib
 import pkgutil
+from collections.abc import Iterator
 from types import ModuleType
 
 import numpy as np
@@ -111,6 +116,10 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
     """
     module = _module(checkpoint)
     config = _config(checkpoint, module)
+    if checkpoint.naming == "huggingface" and hasattr(module, "tensors_from_huggingface"):
+        with _named_errors(checkpoint, module):
+            tensors = module.tensors_from_huggingface(checkpoint.metadata, checkpoint.tensors)
+        checkpoint = dataclasses.replace(checkpoint, tensors=tensors)
     fold = folding(checkpoint)
     config = specs.with_draft(checkpoint, config, fold) if draft else config
     if draft and not hasattr(module, "DRAFT"):
@@ -143,22 +152,33 @@ def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
     from_file = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
     _check_layers(checkpoint)
     metadata, read = keys.recorded(checkpoint.metadata)
-    name = module.__name__.rpartition(".")[-1]
-    try:
+    with _named_errors(checkpoint, module):
         config = from_file(metadata, checkpoint.tensors)
-    except NotImplementedError as error:
-        raise NotImplementedError(f"{checkpoint.source}: {_one_line(error)}") from error
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else _one_line(error)
-        raise CheckpointError(f"{checkpoint.source}: metadata of this {name} model: {reason}") from error
     if unread := keys.unread(checkpoint.naming, checkpoint.metadata, read):
         listed = ", ".join(f"{key} ({short(value)})" for key, value in list(unread.items())[:5])
         more = f" and {len(unread) - 5} more" if len(unread) > 5 else ""
         raise NotImplementedError(
-            f"{checkpoint.source}: {name} does not read the key {listed}{more} of the file's metadata; "
-            "running without it could give wrong text"
+            f"{checkpoint.source}: {_name(module)} does not read the key {listed}{more} of the file's "
+            "metadata; running without it could give wrong text"
         )
     return config
+
+
+def _name(module: ModuleType) -> str:
+    return module.__name__.rpartition(".")[-1]
+
+
+@contextlib.contextmanager
+def _named_errors(checkpoint: Checkpoint, module: ModuleType) -> Iterator[None]:
+    """Raises what an architecture says about a file as one line with the file's name."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{checkpoint.source}: {_one_line(error)}") from error
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else _one_line(error)
+        about = "" if isinstance(error, CheckpointError) else f"metadata of this {_name(module)} model: "
+        raise CheckpointError(f"{checkpoint.source}: {about}{reason}") from error
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:

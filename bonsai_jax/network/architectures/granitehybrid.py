@@ -12,7 +12,7 @@ from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import granite, granitemoe, llama
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.mamba2 import Mamba2
-from bonsai_jax.network.mamba2_metadata import mamba2_from_gguf
+from bonsai_jax.network.mamba2_metadata import mamba2_from_gguf, mamba2_from_huggingface
 from bonsai_jax.weights.metadata import counts, whole
 
 MODELS = "Granite 4.0-H, Bamba"
@@ -59,17 +59,10 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         config = granite.config_from_huggingface({**metadata, **width}, tensors)
     if metadata.get("position_embedding_type", "rope") != "rope":
         config = llama.with_attention(config, rope=None)
-    mamba2 = Mamba2(
-        heads=whole(metadata, "mamba_n_heads"),
-        head_dim=whole(metadata, "mamba_d_head"),
-        groups=whole(metadata, "mamba_n_groups", 1),
-        state=whole(metadata, "mamba_d_state"),
-        conv=whole(metadata, "mamba_d_conv"),
-    )
     types = metadata["layer_types"]
     if not isinstance(types, list) or len(types) != config.num_layers or {*types} - {"mamba", "attention"}:
         raise ValueError(f"layer_types: {config.num_layers} are expected, each one of mamba, attention")
-    return _with_mamba2(config, mamba2, [kind == "mamba" for kind in types])
+    return _with_mamba2(config, mamba2_from_huggingface(metadata), [kind == "mamba" for kind in types])
 
 
 def _with_mamba2(config: ModelConfig, mamba2: Mamba2, where: list[bool]) -> ModelConfig:
