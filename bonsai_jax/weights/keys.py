@@ -53,7 +53,15 @@ _ONE = (  # keys whose neutral value is 1
     *("logit_scale", "residual_scale", "embedding_scale", "expert_weights_scale", "expert_group_count"),
     *("expert_group_used_count", "rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor"),
     *("rope.scaling.alpha", "logits_scaling", "embedding_multiplier", "residual_multiplier", "scale_emb"),
-    *("routed_scaling_factor", "n_group", "topk_group", "alpha", "mscale", "attention_factor"),
+    *(
+        "routed_scaling_factor",
+        "n_group",
+        "topk_group",
+        "alpha",
+        "mscale",
+        "mscale_all_dim",
+        "attention_factor",
+    ),
     *("partial_rotary_factor", "attention.value_scale", "attention.output_scale"),
 )
 

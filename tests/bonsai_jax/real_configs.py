@@ -290,4 +290,89 @@ HUGGING_FACE = {
         | {"rope_parameters": _MROPE},
         "vision_config": {"depth": 27},
     },
+    "Falcon-H1 0.5B": _config("falcon_h1", 36, 1024, 2048, 8, 2, 16384)
+    | {"attention_in_multiplier": 1.0, "attention_out_multiplier": 0.9375, "attn_layer_indices": None}
+    | {"embedding_multiplier": 5.65, "head_dim": 64, "key_multiplier": 0.39, "lm_head_multiplier": 0.039}
+    | {"mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64}
+    | {"mamba_d_ssm": 1536, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1}
+    | {"mamba_n_heads": 24, "mamba_norm_before_gate": False, "mamba_proj_bias": False}
+    | {"mamba_rms_norm": False, "mamba_use_mlp": True, "mlp_bias": False, "mlp_expansion_factor": 8}
+    | {"mlp_multipliers": [0.88, 0.58], "projectors_bias": False, "rope_theta": 1e11}
+    | {"ssm_in_multiplier": 1.25, "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35]}
+    | {"ssm_out_multiplier": 0.23},
+    "Granite 4.0-H Tiny": _config("granitemoehybrid", 40, 1536, 512, 12, 4, 131072)
+    | {"attention_multiplier": 0.0078125, "embedding_multiplier": 12, "init_method": "mup"}
+    | {"layer_types": ["mamba"] * 5 + ["attention"] + ["mamba"] * 34, "logits_scaling": 6}
+    | {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 64}
+    | {"mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 48}
+    | {"mamba_proj_bias": False, "normalization_function": "rmsnorm", "num_experts_per_tok": 6}
+    | {"num_local_experts": 64, "position_embedding_type": "nope", "residual_multiplier": 0.22}
+    | {"rope_theta": 10000, "shared_intermediate_size": 1024},
+    "Hunyuan A13B": _config("hunyuan_v1_moe", 3, 4096, 3072, 32, 8, 32768)
+    | {"attention_head_dim": 128, "cla_share_factor": 2, "moe_intermediate_size": [3072] * 3}
+    | {"moe_topk": [8] * 3, "num_experts": 64, "num_shared_expert": [1] * 3, "use_cla": False}
+    | {"rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0,
+                        "mscale_all_dim": 1.0, "type": "dynamic"}}
+    | {"norm_topk_prob": True, "use_mixed_mlp_moe": True, "use_qk_norm": True, "rope_theta": 10000.0},
+    "Nemotron 3 Nano 30B-A3B": _config("nemotron_h", 5, 2688, 1856, 32, 2, 262144)
+    | {"hybrid_override_pattern": "MEM*E", "layer_norm_epsilon": 1e-5, "mamba_head_dim": 64}
+    | {"mamba_hidden_act": "silu", "mamba_num_heads": 64, "mlp_hidden_act": "relu2", "n_groups": 8}
+    | {"moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_group": 1}
+    | {"n_routed_experts": 128, "n_shared_experts": 1, "norm_eps": 1e-5, "norm_topk_prob": True}
+    | {"num_experts_per_tok": 6, "partial_rotary_factor": 1.0, "rope_theta": 10000, "conv_kernel": 4}
+    | {"routed_scaling_factor": 2.5, "sliding_window": None, "ssm_state_size": 128, "topk_group": 1}
+    | {"expand": 2, "use_conv_bias": True, "hidden_act": None},
+    "MiniCPM 2B": _config("minicpm", 40, 2304, 5760, 36, 36, 4096)
+    | {"dim_model_base": 256, "scale_depth": 1.4, "scale_emb": 12, "head_dim": None},
+    "Gemma 2B": _config("gemma", 18, 2048, 16384, 8, 1, 8192)
+    | {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None},
+    "OLMoE 1B-7B": _config("olmoe", 16, 2048, 1024, 16, 16, 4096)
+    | {"clip_qkv": None, "norm_topk_prob": False, "num_experts": 64, "num_experts_per_tok": 8},
+    "DeepSeek MoE 16B": _config("deepseek", 28, 2048, 10944, 16, 16, 4096)
+    | {"aux_loss_alpha": 0.001, "first_k_dense_replace": 1, "moe_intermediate_size": 1408}
+    | {"moe_layer_freq": 1, "n_routed_experts": 64, "n_shared_experts": 2, "norm_topk_prob": False}
+    | {"num_experts_per_tok": 6, "scoring_func": "softmax", "seq_aux": True},
+    "dots.llm1": _config("dots1", 62, 4096, 10944, 32, 32, 32768)
+    | {"first_k_dense_replace": 1, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128}
+    | {"n_shared_experts": 2, "norm_topk_prob": True, "num_experts_per_tok": 6}
+    | {"routed_scaling_factor": 2.5, "scoring_func": "noaux_tc", "sliding_window": None, "topk_group": 1},
+    "EXAONE 3.5 2.4B": {
+        key: value
+        for key, value in _config("exaone", 30, 2560, 7168, 32, 8, 32768).items()
+        if key not in ("num_hidden_layers", "hidden_act", "rms_norm_eps")
+    }
+    | {"activation_function": "silu", "layer_norm_epsilon": 1e-5, "num_layers": 30, "head_dim": 80}
+    | {"rope_scaling": _LLAMA3 | {"original_max_position_embeddings": 8192}, "embed_dropout": 0.0},
+    "InternLM 2.5 7B": _config("internlm2", 32, 4096, 14336, 32, 8, 32768)
+    | {"bias": False, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "attn_implementation": "eager"},
+    "GLM-4 9B": {
+        "model_type": "chatglm", "add_bias_linear": False, "add_qkv_bias": True, "ffn_hidden_size": 13696,
+        "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True, "hidden_size": 4096,
+        "kv_channels": 128, "layernorm_epsilon": 1.5625e-07, "multi_query_attention": True,
+        "multi_query_group_num": 2, "num_attention_heads": 32, "num_hidden_layers": 40, "num_layers": 40,
+        "original_rope": True, "padded_vocab_size": 151552, "post_layer_norm": True, "rmsnorm": True,
+        "rope_ratio": 500, "seq_length": 131072, "use_cache": True, "tie_word_embeddings": False,
+    },
+    "Qwen2.5-VL 7B": _config("qwen2_5_vl", 28, 3584, 18944, 28, 4, 128000)
+    | _QWEN
+    | {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vision_config": {"depth": 32}}
+    | {"image_token_id": 151655, "vision_start_token_id": 151652},
+    "Qwen3-VL 8B": {
+        "model_type": "qwen3_vl",
+        "image_token_id": 151655,
+        "text_config": _config("qwen3_vl_text", 36, 4096, 12288, 32, 8, 262144)
+        | {"rope_scaling": _MROPE | {"mrope_section": [24, 20, 20], "partial_rotary_factor": 1.0}},
+        "vision_config": {"depth": 27},
+    },
+    "Ling-mini 2.0": _config("bailing_moe_v2", 20, 2048, 5120, 16, 4, 32768)
+    | {"first_k_dense_replace": 1, "moe_intermediate_size": 512, "moe_router_enable_expert_bias": True}
+    | {"moe_shared_expert_intermediate_size": 512, "n_group": 8, "norm_topk_prob": True}
+    | {"num_experts": 256, "num_experts_per_tok": 8, "num_nextn_predict_layers": 0, "topk_group": 4}
+    | {"num_shared_experts": 1, "partial_rotary_factor": 0.5, "rotary_dim": 64, "rope_theta": 600000}
+    | {"routed_scaling_factor": 2.5, "score_function": "sigmoid", "use_bias": False, "use_qk_norm": True}
+    | {"use_qkv_bias": False, "use_rmsnorm": True, "router_dtype": "fp32"},
+    "BitNet b1.58 2B4T": _config("bitnet", 30, 2560, 6912, 20, 5, 4096)
+    | {"hidden_act": "relu2", "rope_theta": 500000.0, "head_dim": None}
+    | {"quantization_config": {"quant_method": "bitnet", "linear_class": "autobitlinear",
+                               "quantization_mode": "online"}},
 }  # fmt: skip

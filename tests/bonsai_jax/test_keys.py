@@ -22,7 +22,9 @@ def changed(checkpoint: Checkpoint, change: dict) -> Checkpoint:
 def config_of(naming: str, metadata: dict):
     """Of metadata alone: of the tensors, only sizes of the vocabulary and of a feed-forward are read."""
     names = ("token_embd.weight", "model.embed_tokens.weight", "model.language_model.embed_tokens.weight")
-    names += ("model.layers.0.feed_forward.w1.weight",)
+    names += ("model.layers.0.feed_forward.w1.weight", "transformer.embedding.word_embeddings.weight")
+    names += ("backbone.embeddings.weight", "model.tok_embeddings.weight", "model.word_embeddings.weight")
+    names += ("transformer.wte.weight",)
     tensors = dict.fromkeys(names, types.SimpleNamespace(shape=(1000, 64)))
     return architectures.config_of(Checkpoint("file", naming, metadata, tensors))
 

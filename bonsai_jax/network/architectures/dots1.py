@@ -22,5 +22,7 @@ config_from_gguf = glm4moe.config_from_gguf
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
+    if (scoring := metadata.get("scoring_func", "noaux_tc")) not in ("noaux_tc", "sigmoid"):
+        raise NotImplementedError(f"scoring_func is {scoring!r}; supported: noaux_tc, sigmoid")
     config = glm4moe.config_from_huggingface({"partial_rotary_factor": 1.0, **metadata}, tensors)
     return dataclasses.replace(config, architecture="dots1")

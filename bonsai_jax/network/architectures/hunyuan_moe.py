@@ -38,6 +38,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         count=whole(metadata, "num_experts"),
         used=_every_layers(metadata, "moe_topk"),
         ffn=_every_layers(metadata, "moe_intermediate_size"),
+        normalized=bool(metadata.get("norm_topk_prob", True)),
         shared=whole(metadata, "intermediate_size") * _every_layers(metadata, "num_shared_expert"),
     )
     return experts_metadata.with_experts(hunyuan_dense.config_from_huggingface(metadata, tensors), experts)

@@ -99,6 +99,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     for key in ("attention_bias", "mlp_bias", "use_bias"):
         if metadata.get(key):
             raise NotImplementedError(f"{key} is true; supported: false")
+    metadata.get("rope_theta")  # files have one, and no layer has a rope
     heads, hidden = whole(metadata, "num_attention_heads"), whole(metadata, "hidden_size")
     head_dim = whole(metadata, "attention_head_dim", whole(metadata, "head_dim", hidden // heads))
     halves = {
