@@ -190,11 +190,7 @@ class Writer:
             bits[g * v.group : (g + 1) * v.group].called("llvm.vector.reduce.umax", result=I32)
             for g in range(v.groups)
         ]
-        m = (
-            together(largest)
-            .as_type(vector(F32, v.groups))
-            .called("llvm.maxnum", constant(b, vector(F32, v.groups), 1e-20))
-        )
+        m = together(largest).as_type(vector(F32, v.groups)).at_least(1e-20)  # NaN where an activation is
         scale = m * (1 / 127)
         inverse = constant(b, vector(F32, v.groups), 127.0) / m
         q = (values * inverse.take(np.arange(v.width) // v.group)).called("llvm.rint").integer().narrow(I8)
@@ -292,8 +288,8 @@ def _normal(x: Value) -> Value:
 
 
 MATH = Math(
-    lambda x, limit: x.called("llvm.minnum", constant(x.b, x.type, limit)),
-    lambda x, limit: x.called("llvm.maxnum", constant(x.b, x.type, limit)),
+    Value.at_most,
+    Value.at_least,
     lambda x, z: x / (exp(-z) + 1.0),
     _normal,
     lambda x: x.compared(">", -0.5).select(expm1_near_0(x), exp(x) - 1.0),

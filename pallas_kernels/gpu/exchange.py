@@ -37,7 +37,8 @@ def tag(number):
 
 def first_contents(x: jax.Array) -> jax.Array:
     """float32 as `Exchange.send` would have written it before the first layer: words of a workspace."""
-    return jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
+    words = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.minimum(words, 0x7FFFFFFC) + 2 & ~3 | tag(0)
 
 
 @dataclasses.dataclass(frozen=True)

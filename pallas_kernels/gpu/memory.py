@@ -10,7 +10,18 @@ from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 from pallas_kernels.gpu import lanes, values
-from pallas_kernels.gpu.values import as_real, as_value, as_word, f32, i32, i64, index, integer, long
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_value,
+    as_word,
+    f32,
+    i32,
+    i64,
+    index,
+    integer,
+    long,
+    smaller_signed,
+)
 
 
 class Reals(NamedTuple):
@@ -194,8 +205,9 @@ def load_written_by_others(ref, at):
 
 def tagged(value, tag):
     """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
-    that whoever reads the tag has the value."""
-    return as_word(value) + 2 & 0xFFFFFFFC | tag
+    that whoever reads the tag has the value. NaN stays NaN: a GPU's has all bits but the sign set, and 2 more
+    would be -0."""
+    return smaller_signed(as_word(value), 0x7FFFFFFC) + 2 & 0xFFFFFFFC | tag
 
 
 def untagged(word):

@@ -15,7 +15,11 @@ MAGIC_WORD = 0x4B400000  # the bits of MAGIC
 
 
 def largest_of_group(x: list, over_lanes: Callable):
-    """m, from the lane's own values and what over_lanes(largest of a lane) makes of them; not 0."""
+    """m, from the lane's own values and what over_lanes(largest of a lane) makes of them; not 0.
+
+    With a NaN or an infinity among the values, m is that. Integers have neither, but the scale m / top is not
+    finite, so neither are the products of the row.
+    """
     return maximum(over_lanes(greatest([abs(v) for v in x])), 1e-20)
 
 

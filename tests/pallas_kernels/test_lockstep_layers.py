@@ -89,8 +89,11 @@ def test_a_layer_s_code_stays_small(sizes, rows):
         assert p.together * p.matrices * p.per_warp * 2 * eights <= 24
 
 
-def both(case):
-    """(x, keys, values) by the kernel and by definition, and the page table."""
+def both(case, first=None):
+    """(x, keys, values) by the kernel and by definition, and the page table.
+
+    first   in place of x[0, 0]
+    """
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
     D, eps, B = 64, 1e-6, len(lengths)
     activation = GELU_TANH if case in (CASES[2], CASES[4]) else SILU
@@ -116,6 +119,7 @@ def both(case):
     positions = np.asarray(lengths, np.int32)
     angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
     rotation, x = (np.cos(angle), np.sin(angle)), draw(B, hidden)
+    x[0, 0] = x[0, 0] if first is None else first
     want = composed(
         x.astype(np.float64), dense, norms, head_norms, bias, (k_pages, v_pages, table),
         positions, rotation, bits, eps, interleaved, DEFINITIONS[activation],

@@ -139,7 +139,10 @@ def _from_elements(type: Type, values: list) -> Value:
 
 def _bitcast(type: Type, v: Value) -> Value:
     assert NUMPY[type.element].itemsize == v.a.itemsize
-    return Value(np.ascontiguousarray(v.a).view(NUMPY[type.element]).reshape(v.a.shape), type)
+    bits = np.ascontiguousarray(v.a).view(NUMPY[type.element]).reshape(v.a.shape)
+    if (v.type.element, type.element) == ("f32", "i32"):
+        bits = np.where(np.isnan(v.a), np.int32(0x7FFFFFFF), bits)  # the NaN that a GPU's operations return
+    return Value(bits, type)
 
 
 def _extract(v: Value, dynamic_position, static_position) -> Value:
