@@ -6,8 +6,8 @@
         print(piece.text, end="", flush=True)
 
 Below the functions on text stand pure functions on arrays: `prefill`, `step`, `decode`, `generate_tokens`
-over a `State`, `extend` over a `KVCache`, and `forward`, which can be put under jit, vmap and grad; `jitted`
-has them jitted.
+over a `State`, `extend` and `hidden_states` over a `KVCache`, and `forward`, which can be put under jit, vmap
+and grad; `jitted` has them jitted.
 """
 
 import importlib
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         extend,
         forward,
         generate_tokens,
+        hidden_states,
         prefill,
         start,
         step,
@@ -66,7 +67,7 @@ _HOMES = {
     "bonsai_jax.decoding.checks": ("checked",),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
     "bonsai_jax.decoding.steps": (
-        *("decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
+        *("decode", "extend", "forward", "generate_tokens", "hidden_states", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
@@ -133,6 +134,7 @@ __all__ = [
     "generate",
     "generate_tokens",
     "harvest",
+    "hidden_states",
     "iter_logits",
     "jitted",
     "load",

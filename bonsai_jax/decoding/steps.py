@@ -6,6 +6,7 @@
                                         tokens          tokens          tokens
 
     KVCache --extend(tokens, lengths)--> logits after every token, and the KVCache with these tokens
+    KVCache --hidden_states(tokens, lengths)--> the residual stream, the KVCache, and what taps read
 
 `decode` is the loop of steps; `generate_tokens` is prefill and decode. All four return Drawn(state, tokens,
 logprobs). `extend` draws nothing: search, guidance and draft models use it. jitted.py has the jitted forms,
@@ -106,8 +107,8 @@ def step(
 
     Reads state.tokens at position cache.lengths of each row, and draws the next.
 
-    taps              edits activations (steering); activations that it reads are dropped, `forward` returns
-                      them
+    taps              edits activations (steering); activations that it reads are dropped. `hidden_states`
+                      of one token returns them, and `bj.generate(read=)` those of whole answers
     logits_processor  (logits, state) -> logits, traced: called with float32 [B, V] and the state before the
                       draw, before penalties and truncation. -inf bans a token
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
@@ -213,7 +214,7 @@ def extend(
 
     tokens   int32 [B, T], padded at the end, or float32 [B, T, H], vectors in place of tokens
     lengths  int32 [B], 0 to T; a row with length 0 stays as it is
-    taps     edits activations; activations that it reads are dropped
+    taps     edits activations; `hidden_states` also returns those that it reads
     Returns float32 logits after every token (those of padding mean nothing), and the cache. `KVCache.rewind`
     removes a row's last tokens, `KVCache.take` copies and reorders rows.
     Raises ValueError for shapes that do not fit each other, and TypeError for another kind of numbers. Values
@@ -224,6 +225,44 @@ def extend(
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
     return decoder.unembed(params, hidden, config), cache
+
+
+@over_mesh(("rows", "cache", "layers"))
+def hidden_states(
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    *,
+    taps: Taps | None = None,
+    stop_at_layer: int | None = None,
+) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
+    """`extend` for looking inside: read tokens, which continue what the cache holds, on kernels, and return
+    what taps read. One token of each row is a decode step.
+
+        hidden, cache, activations = hidden_states(params, cache, tokens, lengths, config, taps=taps)
+        logits = unembed(params, hidden, config)          # those of extend
+
+    tokens, lengths  as for `extend`
+    taps             reads or edits activations
+    stop_at_layer    run layers 0 to stop_at_layer - 1 alone; the other layers' keys are missing in the cache
+    Returns the residual stream after each token, float32 [B, T, H], not normed, the cache, and the
+    activations that taps.read names, by site and stacked over layers.
+    Raises ValueError where the cache stores windows of keys in rings, which have no room for so many tokens
+    at once: bj.new_cache(..., rewinds=True) stores all keys. Other errors are those of `forward`.
+    """
+    check_taps(taps)
+    tokens, lengths = checked_tokens(tokens, lengths, cache, config)
+    width, count = tokens.shape[1], layer_count(stop_at_layer, config)
+    if cache.chunk is not None and width > cache.chunk:
+        raise ValueError(
+            f"tokens: {width} of each row, but this cache takes {cache.chunk} at a time; make it with "
+            "bj.new_cache(..., rewinds=True), or read fewer at a time"
+        )
+    positions = _positions(cache, tokens, lengths)
+    num_keys = positions.max() + 1
+    return decoder.decoder(params, tokens, positions, cache, config, num_keys, taps, num_layers=count)
 
 
 @over_mesh(("rows", "layers"))

@@ -5,45 +5,21 @@ from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted
-from bonsai_jax.decoding.checks import checked_tokens
+from bonsai_jax.decoding.steps import hidden_states
 from bonsai_jax.engine.prompts import check_room, encode, is_vectors
 from bonsai_jax.model import Model
-from bonsai_jax.network import decoder, parallel
+from bonsai_jax.network import parallel
 from bonsai_jax.network.cache import KVCache, page_count
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
-
-
-@over_mesh(("rows", "cache", "layers"))
-def hidden_states(
-    params: Params,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    config: ModelConfig,
-    *,
-    taps: Taps | None = None,
-    stop_at_layer: int | None = None,
-) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
-    """Read tokens, which continue what the cache holds, through the first layers, on kernels.
-
-    Returns the residual stream after each token, not normed, the cache, and what taps read. The cache stores
-    all keys (bj.new_cache with rewinds=True), so any number of tokens is read at once.
-    """
-    tokens, lengths = checked_tokens(tokens, lengths, cache, config)
-    offset = jnp.arange(tokens.shape[1])
-    positions = jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
-    num_keys = positions.max() + 1
-    return decoder.decoder(params, tokens, positions, cache, config, num_keys, taps, num_layers=stop_at_layer)
 
 
 @over_mesh("rows")
@@ -62,7 +38,6 @@ def branch_states(
     return hidden_states(params, cache.take(parents), tokens, lengths, config)[0]
 
 
-read_tokens = jitted.donating(hidden_states, "cache")
 read_branches = jitted.donating(branch_states)
 
 
@@ -121,7 +96,7 @@ class Reader:
             self._cache = None  # its memory is free before the next one is made
             self._cache = parallel.empty_cache(self._config, model.run, *shape, model.mesh, rewinds=True)
             self._shape = shape
-        hidden, self._cache, activations = read_tokens(
+        hidden, self._cache, activations = jitted.hidden_states(
             model.params, self._cache.reset(), *self._placed(tokens, lengths), model.config, **self.options
         )
         return hidden, activations

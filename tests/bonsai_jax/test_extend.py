@@ -172,3 +172,46 @@ def test_unchecked_programs_hold_no_checks():
     model = tiny()
     program = jax.make_jaxpr(functools.partial(bj.forward, config=model.config))
     assert not program(model.params, jnp.array([[1, 2, 3]]), jnp.array([3])).effects
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3:q8_0", "tiny-qwen35:q8_0"])
+def test_hidden_states_are_what_extend_reads_with_what_taps_read(source):
+    """In two pieces and then token by token, on CPU kernels: the logits of extend, and the activations
+    of forward."""
+    model = bj.load(f"synth:{source}", bj.RunConfig(page_size=16, cache_dtype="float32", activation_bits=16))
+    taps, params, config = bj.Taps({"output", "hidden"}, layers=[0, 2]), model.params, model.config
+    ids, pieces = jnp.array(IDS[:2, :19]), [(0, 9), (9, 17), (17, 18), (18, 19)]
+    cache, other = (bj.new_cache(model, batch_size=2, context=32, rewinds=True) for _ in range(2))
+    kept = []
+    for first, last in pieces:
+        lengths = jnp.full(2, last - first)
+        arguments = ids[:, first:last], lengths, config
+        hidden, cache, read = jitted.hidden_states(params, cache, *arguments, taps=taps)
+        want, other = jitted.extend(params, other, *arguments)
+        logits = jax.jit(bj.unembed, static_argnums=2)(params, hidden, config)
+        np.testing.assert_allclose(logits, want, atol=1e-5)
+        kept.append(read)
+    _, want = jitted.forward(params, ids, jnp.full(2, 19), config, taps=taps)
+    assert set(want) == {"output", "hidden"} and cache.lengths.tolist() == [19, 19]
+    for site, x in want.items():
+        got = np.concatenate([read[site] for read in kept], axis=2)
+        np.testing.assert_allclose(got, x, atol=2e-4, err_msg=site)
+
+
+def test_hidden_states_of_the_first_layers():
+    model = tiny()
+    arguments = jnp.array(IDS[:1, :8]), jnp.array([8]), model.config
+    cache = bj.new_cache(model, batch_size=1, context=16)
+    hidden, _, _ = jitted.hidden_states(model.params, cache, *arguments, stop_at_layer=2)
+    want, _ = jitted.forward(model.params, *arguments, stop_at_layer=2, logits=False)
+    np.testing.assert_allclose(hidden, want, atol=1e-5)
+
+
+def test_more_tokens_than_a_ring_of_pages_takes_are_refused():
+    model = bj.load("synth:tiny-gemma3:q8_0", bj.RunConfig(page_size=16))
+    cache = bj.new_cache(model, batch_size=1, context=1024)
+    width = cache.chunk + 1
+    with pytest.raises(ValueError, match=rf"tokens: {width} of each row, but this cache takes {cache.chunk}"):
+        bj.hidden_states(
+            model.params, cache, jnp.zeros((1, width), jnp.int32), jnp.array([width]), model.config
+        )

@@ -125,6 +125,7 @@ CALLS = {
     "decode": fill(bj.decode, STATE | {"limit": const(1), "size": const(1)}),
     "generate_tokens": fill(bj.generate_tokens, STATE | TOKENS | {"size": const(1)}),
     "extend": fill(bj.extend, CACHE),
+    "hidden_states": fill(bj.hidden_states, CACHE),
     "forward": fill(bj.forward, ARRAYS | TOKENS),
     "embed": fill(bj.embed, {"params": ARRAYS["params"], "tokens": const([1, 2])}),
     "save_state": fill(bj.save_state, {"path": const("state.safetensors"), "state": state}),
@@ -241,6 +242,9 @@ WRONG = {
     },
     "extend": {"cache": NOT_OURS, "config": NOT_OURS, "params": NOT_OURS, "taps": NOT_OURS}
     | {"tokens": ["3", None, [[LONG]], [1]], "lengths": ["3", None, [1.5], 1, NAN]},
+    "hidden_states": {"cache": NOT_OURS, "config": NOT_OURS, "params": NOT_OURS, "taps": NOT_OURS}
+    | {"tokens": ["3", None, [[LONG]], [1]], "lengths": ["3", None, [1.5], 1, NAN]}
+    | {"stop_at_layer": [*NO_NUMBERS, 0, -1, 99, 1.5, NAN]},
     "forward": {"config": NOT_OURS, "params": NOT_OURS, "taps": NOT_OURS}
     | {"tokens": ["3", None, [[LONG]], [1]], "lengths": ["3", None, [1.5], 1, NAN]},
     "embed": {"params": NOT_OURS, "tokens": ["3", None, [1.5], [LONG], object(), [True], NAN]},

@@ -259,7 +259,7 @@ def test_scores_and_harvests_compile():
             params, jax.ShapeDtypeStruct((64, 12, config.hidden), jnp.float32), ints(512, 3),
         )  # fmt: skip
         harvested = compile_for_gpu(
-            lambda *arrays: reading.hidden_states(*arrays, config, taps=taps, stop_at_layer=layer + 1),
+            lambda *arrays: bj.hidden_states(*arrays, config, taps=taps, stop_at_layer=layer + 1),
             params, state.cache, ints(24, 80), ints(24), donate_argnums=1,
         )  # fmt: skip
     shapes_out = [leaf.shape for leaf in jax.tree.leaves(harvested.out_info)]
