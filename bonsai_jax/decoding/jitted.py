@@ -6,7 +6,7 @@ they update is donated: go on with the one they return.
 
 A program is compiled for each combination of array shapes and of the arguments that are not arrays: config,
 size, taps, logits_processor and logprobs. taps and logits_processor are compared by identity, so define them
-once.
+once. `prefill`, `generate_tokens` and `extend` pad tokens to one of a few lengths first (rounding.py).
 """
 
 import inspect
@@ -17,6 +17,7 @@ import jax
 
 from bonsai_jax.decoding import steps
 from bonsai_jax.decoding.checks import STATIC
+from bonsai_jax.decoding.rounding import Rounded
 
 
 def donating(function: Callable, donated: str | None = None, **options: Any) -> Any:
@@ -26,10 +27,15 @@ def donating(function: Callable, donated: str | None = None, **options: Any) -> 
     return jax.jit(function, static_argnames=static, donate_argnames=donated, **options)
 
 
-prefill = donating(steps.prefill, "state")
+def _first_tokens(logits_and_cache: tuple, count: int) -> tuple:
+    logits, cache = logits_and_cache
+    return logits[:, :count], cache
+
+
+prefill = Rounded(donating(steps.prefill, "state"))
 step = donating(steps.step, "state")
 decode = donating(steps.decode, "state")
-generate_tokens = donating(steps.generate_tokens, "state")
-extend = donating(steps.extend, "cache")
+generate_tokens = Rounded(donating(steps.generate_tokens, "state"))
+extend = Rounded(donating(steps.extend, "cache"), _first_tokens)
 hidden_states = donating(steps.hidden_states, "cache")
 forward = donating(steps.forward)
