@@ -83,19 +83,19 @@ def shown(progress: Progress, what: str) -> Iterator[Callable[..., None]]:
         yield lambda done, total, note="": progress(done, total) if progress else None
 
 
-def _print_line(text: str | None) -> None:
+def print_line(text: str | None) -> None:
+    """A line of ours on stderr; None: nothing."""
     if text is not None:
         print(f"bonsai-jax: {text}", file=sys.stderr, flush=True)
 
 
-_show: Callable[[str | None], None] = _print_line  # as sys.stderr: one for the process, see `lines_shown_by`
+_show: Callable[[str | None], None] = print_line  # as sys.stderr: one for the process, see `lines_shown_by`
 
 
 @contextlib.contextmanager
 def lines_shown_by(show: Callable[[str | None], None]) -> Iterator[None]:
-    """While the block runs, `said_after` calls show(text) instead of printing a line to stderr, and
-    show(None) when its work is done. For a program that draws on the terminal itself. Any thread may call
-    it."""
+    """While the block runs, `say` calls show(text) instead of printing a line to stderr. For a program that
+    draws on the terminal itself. Any thread may call it."""
     global _show
     before, _show = _show, show
     try:
@@ -104,14 +104,19 @@ def lines_shown_by(show: Callable[[str | None], None]) -> Iterator[None]:
         _show = before
 
 
+def say(text: str | None) -> None:
+    """Print a line to stderr about what the program does now (see `lines_shown_by`); None: it is done."""
+    _show(text)
+
+
 @contextlib.contextmanager
 def said_after(seconds: float, what: str) -> Iterator[None]:
-    """Print a line to stderr if the block takes longer than this (see `lines_shown_by`)."""
+    """`say` what the block does if it takes longer than this."""
     done = threading.Event()
 
     def watch() -> None:
         if not done.wait(seconds):
-            show = _show
+            show = _show  # the one that shows the line also takes it away
             show(f"{what} ...")
             done.wait()
             show(None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bonsai_jax.cli import options, text, thoughts
+from bonsai_jax.cli import options, streamed, text, thoughts
 from bonsai_jax.cli.figures import CompileClock, Figures, summary
 from bonsai_jax.cli.spread import spread
 
@@ -113,11 +113,13 @@ def command(
     (ids,) = encoded
     figures = Figures(len(ids), clock, speculates=speculate is not None)
     pieces, shown = bj.stream(loaded, ids, **how), thoughts.Shown(thoughts.begun(loaded.tokenizer, ids))
-    for piece in figures.watch(pieces):
+    answer = streamed.Streamed()
+    with answer.lines_between():
+        for piece in figures.watch(pieces):
+            if not as_json:
+                answer.write(shown.next(piece.text))
         if not as_json:
-            print(shown.next(piece.text), end="", flush=True)
-    if not as_json:
-        print(shown.end(), flush=True)
+            answer.write(f"{shown.end()}\n")
     print(summary(loaded, figures), file=sys.stderr)
     if as_json:
         print(text.json_line(_json(loaded, figures, load_s)))
