@@ -1,4 +1,4 @@
-"""Text on stdout as it comes, and lines about the program on stderr, which do not land within a line of text."""
+"""Text on stdout as it comes, and lines about the program on stderr, which keep out of its lines."""
 
 import contextlib
 import re
@@ -18,7 +18,8 @@ class Streamed:
     def __init__(self):
         self._lock = threading.Lock()
         self._one_screen = sys.stdout.isatty() and sys.stderr.isatty()
-        self._within_a_line, self._waiting = False, None
+        self._within_a_line = False
+        self._waiting: str | None = None
 
     def write(self, text: str) -> None:
         with self._lock:
