@@ -1,6 +1,7 @@
 """On a CPU a greedy text is the same alone and beside others, and however its prompt is padded and cut, with
 8-bit activations too: SmolLM2."""
 
+import functools
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -84,3 +85,36 @@ def test_logits_have_the_same_bits_padded_and_in_parts(model):
         logits, cache = extend(cache, [token], 1)
         each.append(logits[0])
     np.testing.assert_array_equal(np.stack(each), whole)
+
+
+@functools.cache
+def tiny(source) -> bj.Model:
+    return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights="packed"))
+
+
+CROWDS = [
+    (source, rows) if rows == 33 else pytest.param(source, rows, marks=pytest.mark.slow)
+    for source in ("tiny-qwen3:q8_0", "tiny-gemma3:q4_0")
+    for rows in (2, 3, 4, 5, 7, 8, 9, 16, 17, 33)
+]
+
+
+@pytest.mark.parametrize(("source", "rows"), CROWDS)
+def test_logits_have_the_same_bits_beside_other_rows(source, rows):
+    """These models norm queries and keys, and Gemma what each half of a layer adds, outside of products. XLA
+    summed many rows in another order than few."""
+    model = tiny(source)
+    ids = np.random.default_rng(0).integers(0, 256, (rows, 5)).astype(np.int32)
+
+    def logits(first, last):
+        """Of a prompt, and of a step."""
+        cache, out = bj.new_cache(model, batch_size=last - first, context=16), []
+        for tokens in (ids[first:last, :4], ids[first:last, 4:]):
+            lengths = jnp.full(last - first, tokens.shape[1], jnp.int32)
+            got, cache = bj.jitted.extend(model.params, cache, tokens, lengths, model.config)
+            out.append(np.asarray(got))
+        return np.concatenate(out, axis=1)
+
+    together = logits(0, rows)
+    for row in (0, rows // 2, rows - 1):
+        np.testing.assert_array_equal(together[row], logits(row, row + 1)[0])

@@ -16,8 +16,10 @@ from pallas_kernels import (
     formats,
     from_blocks,
     gated,
+    layer_norm,
     matmul,
     quantize,
+    rms_norm,
 )
 from tests.pallas_kernels import expected_blocks
 from tests.pallas_kernels.naive_attention import naive_attention
@@ -285,3 +287,26 @@ def test_the_derivative_of_windows_and_softcaps_is_that_of_the_formula():
     got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (paged, formula))
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("width", [64, 100, 576, 2304])
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_norms_on_a_cpu_have_the_same_bits_in_every_number_of_rows(norm, width):
+    """And are float64's, with their derivative."""
+    rng = np.random.default_rng(width)
+    x, gamma = rng.standard_normal((66, width)).astype(np.float32) + 0.5, rng.uniform(0.5, 2, width)
+    gamma = gamma.astype(np.float32)
+    run = jax.jit(lambda x: norm(x, gamma, 1e-6))
+    whole = np.asarray(run(x))
+    for rows in (1, 2, 7, 33):
+        np.testing.assert_array_equal(run(x[:rows]), whole[:rows])
+    exact = x - x.mean(-1, keepdims=True, dtype=np.float64) if norm is layer_norm else np.float64(x)
+    exact = gamma * exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(whole, exact, rtol=1e-5, atol=1e-6)
+    v = rng.standard_normal(x[:1].shape).astype(np.float32)
+    _, slope = jax.jit(lambda x: jax.jvp(run, (x,), (v,)))(x[:1])
+    gradient = jax.jit(jax.grad(lambda x: (run(x) * v).sum()))(x[:1])
+    step = 1e-2
+    near = (np.asarray(run(x[:1] + step * v)) - np.asarray(run(x[:1] - step * v))) / (2 * step)
+    np.testing.assert_allclose(slope, near, atol=2e-3)
+    np.testing.assert_allclose((gradient * v).sum(), (slope * v).sum(), rtol=1e-3)
