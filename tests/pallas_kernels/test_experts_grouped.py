@@ -157,9 +157,12 @@ def test_many_rows_on_hopper_and_only_those_go_sorted():
 
 @pytest.mark.parametrize("format", formats.names("int"))
 @pytest.mark.parametrize(("tokens", "n", "k", "matrices"), [
-    (17, 768, 2048, 2), (512, 768, 2048, 2), (2048, 2048, 768, 1), (32768, 2048, 768, 1), (2048, 64, 256, 2),
+    (17, 768, 2048, 2), (512, 768, 2048, 2), (1024, 768, 2048, 2), (2048, 2048, 768, 1),
+    (32768, 2048, 768, 1), (2048, 64, 256, 2),
 ])  # fmt: skip
-def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k, matrices):
+def test_plans_of_listed_tiles_fit_into_shared_memory_and_copy_what_mosaic_can(
+    format, tokens, n, k, matrices
+):
     tiles, shared = grouped.tiles_for(tokens * 8, 128), 227 * 1024
     assert tiles.tokens % tiles.stored == 0 and tiles.stored % 16 == 0 and tiles.tokens <= 256
     words, scales = tile_words(format), int_float16.bytes_of_scales(formats.get(format).LANES)
@@ -168,3 +171,5 @@ def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k
     assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
     assert 2 <= plan.slots <= int_prefill_plan.STEPS * k // 256
     assert plan.blocks * plan.tokens <= int_prefill_plan.MOST_TOKENS[plan.warpgroups]
+    tiles_copied = 4 * plan.warpgroups * plan.blocks // matrices  # of a field at once
+    assert all(4 * each * tiles_copied % 128 == 0 for each in words)

@@ -16,7 +16,7 @@ STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
 # What a plan takes, on an H200: 256 columns of a block of weights, for each token and warpgroup, a tile.
 ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 1400, 9, 500
-
+COPY_BYTES = 128  # Mosaic copies multiples of them
 MOST_TOKENS = {4: 64, 3: 160, 2: 256}  # for whose sums so many warpgroups, of one block, have registers
 
 
@@ -83,6 +83,9 @@ def planned(
         shapes = tuple((listed.stored, slots) for slots in (2 * STEPS, STEPS, 3, 2))
     best = []
     for (warpgroups, blocks, tokens), splits in itertools.product(tilings, splits_to_try):
+        copied = 4 * warpgroups * blocks // matrices  # tiles of a matrix
+        if any(4 * each * copied % COPY_BYTES for each in words):
+            continue  # such as six tiles with scales of 32 bytes each
         outputs = PAIR * warpgroups * 64 * blocks // matrices
         rows = -(-m // tokens) if listed is None else listed.count
         count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, gpu.multiprocessors // PAIR
