@@ -69,8 +69,21 @@ NEMOTRON = {
     "feed_forward_length": np.array([0, 0, 192, 0], np.int32),
 }
 SPECIAL: dict[str, dict[str, Any]] = {
+    "deepseek2": {
+        "attention.q_lora_rank": 48,
+        "attention.kv_lora_rank": 32,
+        "attention.key_length_mla": 48,
+        "attention.value_length_mla": 32,
+        "rope.dimension_count": 16,
+        "expert_shared_count": 1,
+    },
     "falcon_h1": {"attention.head_count_kv": 2},
     "gemma3": {"attention.sliding_window_pattern": 2},
+    "gemma4": {
+        "attention.sliding_window_pattern": [True, False] * (LAYERS // 2),
+        "attention.key_length_swa": 32,
+        "attention.value_length_swa": 32,
+    },
     "maple": {
         "attention.sliding_window_pattern": [True, False] * (LAYERS // 2),
         "swiglu_clamp_exp": [7.0] * LAYERS,

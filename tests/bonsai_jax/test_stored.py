@@ -141,8 +141,9 @@ def test_a_program_that_xla_cannot_load_is_named_and_made_again(folder, monkeypa
 
 
 def test_what_a_program_depends_on_is_in_its_key(monkeypatch):
-    assert stored.key("a program") is None  # this process does not store programs
     stores = pytest.MonkeyPatch()
+    stores.setattr(stored, "programs_folder", lambda: None)  # as in a process that does not store programs
+    assert stored.key("a program") is None
     stores.setattr(stored, "programs_folder", lambda: ROOT)
     key = lambda: stored.key("a program")  # noqa: E731
     plain = key()
