@@ -59,6 +59,29 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Route:
+    """The choice of each token's experts, from the logits of its router.
+
+    count, used  experts of a layer, and of a token
+    kernel  that multiplies one row with an expert's matrix (qtensor.Products): with the reference's products
+            goes the reference's choice
+    gating  what makes probabilities of logits
+    adjusted  whether the choice differs from that of the largest logits, by a bias or by groups
+    """
+
+    CALL: ClassVar[str] = ""
+    platform: str
+    count: int
+    used: int
+    kernel: str
+    gating: Literal["softmax", "sigmoid"] = "softmax"
+    adjusted: bool = False
+
+    def __str__(self):
+        return f"choice of {self.used} of {self.count} experts on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
 
@@ -182,4 +205,4 @@ class DeltaNet:
         return f"{self.phase} delta net {heads} on {self.platform}"
 
 
-Problem = Matmul | Experts | Attention | Step | Sampling | DeltaNet
+Problem = Matmul | Experts | Route | Attention | Step | Sampling | DeltaNet

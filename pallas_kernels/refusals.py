@@ -7,7 +7,17 @@ import importlib
 import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
-from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
+from pallas_kernels.problems import (
+    Attention,
+    DeltaNet,
+    Experts,
+    Matmul,
+    Parts,
+    Problem,
+    Route,
+    Sampling,
+    Step,
+)
 from pallas_kernels.tiles import TILE_COLUMNS
 
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
@@ -95,6 +105,18 @@ def int_experts(problem: Experts) -> str | None:
     if problem.kernel != "int_decode":
         return "is for weights that int_decode multiplies"
     return "inputs of folded weights are rotated before, tile by tile" if problem.folded else None
+
+
+def route(problem: Route) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if problem.kernel == "reference":
+        return "the experts' products are the reference's"
+    if problem.gating != "softmax":
+        return f"probabilities are a {problem.gating} of logits; the kernel has softmax"
+    if problem.adjusted:
+        return "the choice has a bias, or groups of experts; the kernel takes the largest logits"
+    return f"{problem.used} experts are used; the kernel has at most 32" if problem.used > 32 else None
 
 
 # Attention

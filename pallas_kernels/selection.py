@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 from pallas_kernels import cache_layouts, device, formats, refusals
-from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Sampling, Step
+from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Route, Sampling, Step
 from pallas_kernels.qtensor import Products, QTensor, tile
 
 FIRST = "the first that can run it"
@@ -120,6 +120,9 @@ def _our_own() -> Iterator[Candidate]:
     one_launch = "pallas_kernels.experts.int_experts:run"
     yield Candidate("int_experts", Experts, rules.int_experts, one_launch, offers=("most_rows",))
     yield xla("tiles", Experts, rules.no_reason, None)
+
+    yield Candidate("route", Route, rules.route, "pallas_kernels.experts.router:run")
+    yield xla("reference", Route, rules.no_reason, None)
 
     decode, prefill = (f"pallas_kernels.attention.{phase}" for phase in ("decode", "prefill"))
     yield Candidate("decode", Attention, rules.decode_attention, f"{decode}:decode_attention", fused=True)

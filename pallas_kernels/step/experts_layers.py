@@ -31,6 +31,8 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
+from pallas_kernels.experts import router
+from pallas_kernels.experts.router import Experts
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange, first_contents, tag
 from pallas_kernels.gpu.launch import launch
@@ -41,11 +43,9 @@ from pallas_kernels.matmul.int_mma.decode_block import Block
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
-from pallas_kernels.step import router
 from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Planned, plan, scratch_words
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.layer_products_plan import Phase
-from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import TILE_COLUMNS
 
 # What goes from block to block; x is twice a layer, behind o and behind down.

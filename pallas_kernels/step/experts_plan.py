@@ -7,12 +7,12 @@ from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
+from pallas_kernels.experts.router import Experts
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.decode_block import scratch
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
-from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import TILE_COLUMNS
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products

@@ -1,6 +1,8 @@
 """Products by expert at the widths of Qwen3-30B-A3B, by the kernels that are chosen for them, against the
 reference on the same weights and the same choice."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 
 import bonsai_jax as bj
 from pallas_kernels import QTensor, experts_ffn, for_device, formats
+from pallas_kernels.experts import route_logits
 from tests.agreement import divergence
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 
@@ -52,6 +55,27 @@ def test_experts_by_kernels_are_the_reference(format, how):
         traced = jax.jit(layer)(x, *tiled, chosen, weights, 1)
         for got in map(np.asarray, (by_number, traced)):
             assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), (format, rows)
+
+
+@pytest.mark.parametrize(("count", "used", "tokens"), [(256, 8, 1), (32, 4, 9), (60, 6, 700), (5, 5, 3)])
+def test_the_choice_is_that_of_a_sort(count, used, tokens):
+    """Also of a token whose logits are NaN: other tokens' are theirs."""
+    rng = np.random.default_rng(count)
+    logits = jnp.asarray(3 * rng.standard_normal((tokens, count)), jnp.float32)
+    positions = jnp.arange(tokens).at[1:2].set(-1)
+    rules = {"normalized": True, "scale": 2.5}
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def chosen(logits, kernel):
+        return route_logits(logits, positions, used, kernel=kernel, **rules)
+
+    weights, experts = chosen(logits, "int_decode")
+    want_weights, want = chosen(logits, "reference")
+    np.testing.assert_array_equal(experts, want)
+    np.testing.assert_allclose(weights, want_weights, rtol=1e-5)
+    harmed = chosen(logits.at[-1].set(np.nan), "int_decode")
+    assert np.isnan(harmed[0][-1]).any() and (harmed[1][-1] >= 0).all() and (harmed[1][-1] < count).all()
+    np.testing.assert_array_equal(harmed[1][:-1], want[:-1])
 
 
 @pytest.mark.parametrize("format", ["q4_k_m", "q8_0"])

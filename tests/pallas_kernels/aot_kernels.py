@@ -14,7 +14,7 @@ from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.delta import chunks, step
-from pallas_kernels.experts import grouped
+from pallas_kernels.experts import grouped, router
 from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.matmul.bit_mma.decode import bit_decode
 from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
@@ -291,6 +291,12 @@ def experts(format, n, k, matrices, tiles, rows):
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
     return functools.partial(int_experts.int_experts, format=format), arguments
+
+
+def choice_of_experts(count, used, tokens):
+    logits = jax.ShapeDtypeStruct((tokens, count), jnp.float32)
+    positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    return functools.partial(router.route, experts=router.Experts(count, used, True)), (logits, positions)
 
 
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):

@@ -15,6 +15,7 @@ from pallas_kernels.matmul.int_mma.activations_float16 import activations_float1
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target
 from tests.pallas_kernels.aot_kernels import (
     attention,
+    choice_of_experts,
     delta_chunks,
     delta_step,
     dequantized,
@@ -68,6 +69,8 @@ HOT = {
     "q2_0_g64 o, 4 rows": lambda: integers("q2_0_g64", 4096, 4096, 1, 4),
     "tq1_0 down": lambda: integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: dequantized(("q4_k", "q4_k"), 12288, 4096),
+    "choice of 8 of 256 experts": lambda: choice_of_experts(256, 8, 8),
+    "choice of 4 of 32 experts": lambda: choice_of_experts(32, 4, 2048),
     "experts: q4_k gate and up": lambda: experts("q4_k", 768, 2048, 2, 8, 1),
     "experts: q6_k down": lambda: experts("q6_k", 2048, 768, 1, 8, 1),
     "experts: q4_k gate and up, 512 tokens": lambda: experts("q4_k", 768, 2048, 2, 384, 16),

@@ -18,7 +18,8 @@ Padding chooses none.
 """
 
 import dataclasses
-from typing import Literal
+import functools
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,8 @@ from pallas_kernels import (
     serializable,
 )
 from pallas_kernels.activations import SILU, Activation
+from pallas_kernels.experts import route_logits
+from pallas_kernels.qtensor import leaves
 
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = ("count", "used", "ffn", "normalized", "activation", "norm", "router")
@@ -214,21 +217,27 @@ def _chosen_experts(
     w, sizes, layer = place.weights, place.settings, place.index
     logits = matmul(routed, w.router, layer)
     logits = logits if w.router_bias is None else logits + w.router_bias[layer]
-    probabilities = jax.nn.sigmoid(logits) if sizes.gating == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-    weights, chosen = route(
-        place.tapped("router", probabilities), sizes.used, normalized=sizes.normalized, scale=sizes.scale,
-        bias=None if w.choice_bias is None else w.choice_bias[layer], groups=sizes.groups,
-        groups_used=sizes.groups_used,
-    )  # fmt: skip
-    chosen = place.tapped("experts", chosen)
+    rules: dict[str, Any] = {
+        "normalized": sizes.normalized, "scale": sizes.scale, "groups": sizes.groups,
+        "groups_used": sizes.groups_used, "bias": None if w.choice_bias is None else w.choice_bias[layer],
+    }  # fmt: skip
+    if not place.taps.keys().isdisjoint(("router", "experts", "expert_weights")):
+        softmax = functools.partial(jax.nn.softmax, axis=-1)
+        probabilities = (jax.nn.sigmoid if sizes.gating == "sigmoid" else softmax)(logits)
+        weights, chosen = route(place.tapped("router", probabilities), sizes.used, **rules)
+        chosen = place.tapped("experts", chosen)
+        chosen = jnp.where(place.positions[..., None] >= 0, chosen, -1)
+    else:
+        kernel, gating = leaves(w.down)[0].products.kernel(1), sizes.gating
+        weights, chosen = route_logits(
+            logits, place.positions, sizes.used, kernel=kernel, gating=gating, **rules
+        )
     weights = weights if w.down_scale is None else weights * w.down_scale[layer][chosen]
     weights = place.tapped("expert_weights", weights)
-    own = place.positions[..., None] >= 0
     if place.axis is not None:
         count = sizes.count // jax.lax.axis_size(place.axis)
-        chosen = chosen - jax.lax.axis_index(place.axis) * count
-        own &= (chosen >= 0) & (chosen < count)
-    chosen = jnp.where(own, chosen, -1)
+        first = jax.lax.axis_index(place.axis) * count
+        chosen = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, -1)
     if "hidden" not in place.taps and w.gate_bias is None:
         return experts_ffn(n, w.gate, w.up, w.down, chosen, weights, layer, activation=sizes.activation)
     biases = None if w.gate_bias is None else (w.gate_bias[layer], w.up_bias[layer])
