@@ -241,7 +241,8 @@ class RunConfig:
     page_size    tokens in a page of the cache
     context      most tokens of a sequence, prompt and answer together; 0: the model's own, at most 4096
     batch_size   most sequences generated at once, on each device that has rows of its own; further prompts
-                 wait until a sequence ends
+                 wait until a sequence ends. 0: up to 64, on a CPU up to 32, as many as half of the memory
+                 holds that weights leave free
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
     Raises ValueError for a value that a setting does not have; it lists those that it has.
@@ -255,7 +256,7 @@ class RunConfig:
     cache_dtype: choices.CacheDtype | None = None
     page_size: int = 64
     context: int = 0
-    batch_size: int = 8
+    batch_size: int = 0
     draft: bool = False
 
     def __post_init__(self):
@@ -271,7 +272,7 @@ class RunConfig:
         _set(self, "draft", arguments.flag)
         _set(self, "page_size", arguments.whole, 1, 2**20)
         _set(self, "context", arguments.whole)
-        _set(self, "batch_size", arguments.whole, 1)
+        _set(self, "batch_size", arguments.whole)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ from bonsai_jax.research import answers
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
+FEW_ROWS = 8
 STREAM_WAIT_S = 0.1  # most seconds between two pieces of `stream`, if a step takes less
 
 
@@ -217,10 +218,11 @@ def _asked(
         check_room(model, len(prompt), how["max_new_tokens"])
     run = model.run
     each = -(-len(ids) // placement.size(model.mesh, placement.DATA))  # prompts for each device
-    rows = next((n for n in row_sizes(run.batch_size) if n >= each), run.batch_size)
-    pages = _pool_pages(model, [len(prompt) + how["max_new_tokens"] for prompt in ids])
+    room = _pool_rows(model, each)
+    rows = next((n for n in row_sizes(room) if n >= each), room)
+    pages = _pool_pages(model, room, [len(prompt) + how["max_new_tokens"] for prompt in ids])
     biases = bias_width([params for _, params, _ in requests])
-    loop = Loop(model, Options(run.batch_size, pages, run.context, biases=biases, **options))
+    loop = Loop(model, Options(room, pages, run.context, biases=biases, **options))
     try:
         for prompt, params, on_piece in requests:
             loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
@@ -232,15 +234,22 @@ def _asked(
     return loop
 
 
-def _pool_pages(model: Model, lengths: Sequence[int]) -> int:
-    """Pages of each device's cache for answers that end at these lengths. All calls share few sizes, because
-    programs are compiled for each: on a GPU there is one, the size that `load` has checked; on a CPU, where
-    fresh memory costs time, room for 1,024 tokens, 4,096 and so on."""
+def _pool_rows(model: Model, prompts: int) -> int:
+    """Rows of each device's pool for so many prompts. All calls share few sizes, because programs are
+    compiled for each: on a GPU there is one, the size that `load` has checked; on a CPU, where fresh memory
+    costs time, 8 for few prompts."""
+    few = platform() == "cpu" and prompts <= FEW_ROWS
+    return min(FEW_ROWS, model.run.batch_size) if few else model.run.batch_size
+
+
+def _pool_pages(model: Model, rows: int, lengths: Sequence[int]) -> int:
+    """Pages of a pool of so many rows for answers that end at these lengths, of few sizes likewise: on a CPU
+    room for 1,024 tokens, 4,096 and so on."""
     run = model.run
-    most = run.batch_size * kv.page_count(run.context, run.page_size)
+    most = rows * kv.page_count(run.context, run.page_size)
     if platform() != "cpu":
         return most
-    longest = sorted((kv.page_count(n, run.page_size) for n in lengths), reverse=True)[: run.batch_size]
+    longest = sorted((kv.page_count(n, run.page_size) for n in lengths), reverse=True)[:rows]
     sizes = (kv.page_count(4**i, run.page_size) for i in range(5, 32))
     return min(most, next(pages for pages in sizes if pages >= sum(longest)))
 

@@ -44,7 +44,11 @@ def command(
     batch_size: Annotated[
         int | None,
         typer.Option(
-            "-b", "--batch-size", min=1, metavar="N", help="With --lines: most prompts answered at once; 8."
+            "-b",
+            "--batch-size",
+            min=1,
+            metavar="N",
+            help="With --lines: most prompts answered at once; up to 64, on a CPU 32, as memory allows.",
         ),
     ] = None,
     max_new_tokens: options.NewTokens = 128,
@@ -78,7 +82,7 @@ def command(
     config = run.config(
         context=context,
         all_reduce=devices.all_reduce,
-        batch_size=(batch_size or 8) if lines else 1,
+        batch_size=(batch_size or 0) if lines else 1,
         speculate=speculate,
     )
     processes.join()

@@ -54,10 +54,14 @@ def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConf
     if context > most:
         raise ValueError(f"context is {context}, but the model was made for at most {most}")
     cache_dtype = run.cache_dtype or ("float32" if jax.default_backend() == "cpu" else "float16")
-    run = dataclasses.replace(run, cache_dtype=cache_dtype, context=context)
+    given = run.batch_size
+    run = dataclasses.replace(
+        run, cache_dtype=cache_dtype, context=context, batch_size=given or memory.FEW_ROWS
+    )
     verdicts = memory.explain_weights(description, run, parts)
     # pyrefly: ignore[bad-argument-type]
-    return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
+    run = dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
+    return run if given else dataclasses.replace(run, batch_size=memory.batch_size(description, run, parts))
 
 
 def planned(description: Description, run: RunConfig, placement: Placement = ONE_DEVICE) -> LoadPlan:

@@ -26,6 +26,7 @@ DECODED, PACKED, CACHE = 4 * 8.188548096, 1.152704128, 8 * 4096 * 36 * 2 * 8 * 1
 BIG = "synth:bonsai-8b:q1_0"
 BYTES = "keep keys and values in 8 bits (cache_dtype='int8')"
 KEEP = "keep the weights packed (weights='packed')"
+EIGHT = {"batch_size": 8}
 SMALLER = "use a smaller quantization of this model, or a smaller model"
 
 
@@ -84,6 +85,21 @@ def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(with_memory, mon
     assert stored() == "packed" and stored(weights="decoded") == "decoded"
 
 
+def test_the_default_batch_size_takes_half_of_what_weights_leave(with_memory, monkeypatch):
+    a_row = CACHE / 8
+    resolve = lambda **run: load_plans.resolve(describe(BIG), bj.RunConfig(**run))  # noqa: E731
+    for rows, free in ((1, 1), (1, 2.5), (2, 4.01), (2, 7.99), (4, 8.01), (16, 63.9), (32, 64.1), (32, 999)):
+        with_memory(1000, PACKED + free * a_row)
+        assert resolve().batch_size == rows, free
+        assert resolve(batch_size=5).batch_size == 5
+    with_memory(1000, PACKED + 4.01 * a_row)
+    assert resolve(context=2048).batch_size == 4
+    with_memory(1000)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu, "default", lambda: gpu.GPUS["sm_90"])
+    assert resolve().batch_size == 64
+
+
 def test_free_memory_is_what_linux_says():
     meminfo = "MemTotal:  999 kB\nMemAvailable:   23 kB\nHugePages_Total: 0\n"
     with mock.patch("builtins.open", mock.mock_open(read_data=meminfo)):
@@ -95,11 +111,11 @@ def test_free_memory_is_what_linux_says():
 @pytest.mark.parametrize(
     ("total", "run", "remedy"),
     [
-        (DECODED - 1, {"weights": "decoded"}, KEEP),
-        (DECODED + 1, {"weights": "decoded"}, f"{KEEP} or lower context"),
-        (DECODED + 2, {"weights": "decoded"}, f"{KEEP} or lower batch_size or lower context"),
-        (PACKED + 2, {}, "lower batch_size or lower context"),
-        (PACKED + 1, {}, "lower context"),
+        (DECODED - 1, {"weights": "decoded", **EIGHT}, KEEP),
+        (DECODED + 1, {"weights": "decoded", **EIGHT}, f"{KEEP} or lower context"),
+        (DECODED + 2, {"weights": "decoded", **EIGHT}, f"{KEEP} or lower batch_size or lower context"),
+        (PACKED + 2, EIGHT, "lower batch_size or lower context"),
+        (PACKED + 1, EIGHT, "lower context"),
         (PACKED + 2, {"batch_size": 10**4}, "lower batch_size"),
         (
             PACKED + 1,
@@ -107,8 +123,9 @@ def test_free_memory_is_what_linux_says():
             f"{BYTES} and lower batch_size or lower batch_size and lower context",
         ),
         (PACKED + 1, {"batch_size": 1}, f"{BYTES} or lower context"),
-        (PACKED + 1, {"weights": "decoded"}, f"{KEEP} and lower context"),
+        (PACKED + 1, {"weights": "decoded", **EIGHT}, f"{KEEP} and lower context"),
         (PACKED, {}, SMALLER),
+        (PACKED + 1, {}, f"{BYTES} or lower context"),
         (PACKED, {"weights": "decoded"}, SMALLER),
     ],
 )  # fmt: skip

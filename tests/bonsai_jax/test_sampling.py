@@ -329,7 +329,7 @@ def test_a_bias_is_a_number_of_a_token(bad):
         {"page_size": 3.5},
         {"batch_size": None},
         {"draft": "no"},
-        {"batch_size": 0},
+        {"batch_size": -1},
     ],
 )
 def test_a_run_is_of_whole_numbers(bad):

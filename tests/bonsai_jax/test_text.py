@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax import text
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.answers import Reader
@@ -186,9 +187,24 @@ def programs() -> int:
     return len(compiled)
 
 
+def test_a_pool_has_rows_for_many_prompts_and_for_few():
+    """Of the default's 32, and 8 for a few, which cost less memory: two programs of decode for all numbers of
+    prompts."""
+    assert tiny().run.batch_size == 32
+    options = {"max_new_tokens": 3, "sampling": GREEDY, "ignore_eos": True}
+    alone = {n: bj.generate(tiny(), prompt(5, n), **options)[0].tokens for n in (0, 20, 39)}
+    for count in (3, 8, 9, 40):
+        outputs = bj.generate(tiny(), [prompt(5, n) for n in range(count)], **options)
+        for n, tokens in alone.items():
+            assert n >= count or outputs[n].tokens == tokens
+    rows = [text._pool_rows(tiny(), n) for n in (1, 8, 9, 40)]
+    assert rows == [8, 8, 32, 32]
+
+
 def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
     """21 prompts of 4 to 60 tokens in 8 rows: one program of decode, and few of prefill."""
-    model, rng = tiny(), np.random.default_rng(0)
+    model = dataclasses.replace(tiny(), run=dataclasses.replace(tiny().run, batch_size=8))
+    rng = np.random.default_rng(0)
     few = [prompt(int(n), int(n)) for n in rng.integers(4, 60, 21)]
     before, seen = programs(), []
     options = {"max_new_tokens": 4, "sampling": GREEDY, "ignore_eos": True}

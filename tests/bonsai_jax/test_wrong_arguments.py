@@ -183,8 +183,8 @@ WRONG = {
         ],
     },
     "RunConfig": {
-        **dict.fromkeys(("page_size", "batch_size"), FROM_1),
-        "context": WRONG_COUNTS,
+        "page_size": FROM_1,
+        **dict.fromkeys(("batch_size", "context"), WRONG_COUNTS),
         "activation_bits": [*WRONG_COUNTS, 7, 0],
         "draft": WRONG_FLAGS,
         **dict.fromkeys(("impl", "schedule", "weights", "all_reduce", "cache_dtype"), NOT_OURS),
