@@ -60,6 +60,12 @@ class Model:
         """Whether it has weights, and not only their shapes."""
         return isinstance(self.params.final_norm, jax.Array)
 
+    def shapes(self) -> "Model":
+        """The same with shapes in place of weights; over a mesh, which says where weights lie, as it is."""
+        if self.mesh is not None:
+            return self
+        return dataclasses.replace(self, params=jax.eval_shape(lambda: self.params))
+
     def __repr__(self) -> str:
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         c = self.config

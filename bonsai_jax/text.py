@@ -172,7 +172,7 @@ def compile_ahead(
     ]
     if not requests:
         return
-    loop = _asked(model, requests, how, **options)
+    loop = _asked(model.shapes(), requests, how, **options)
     plan = loop.scheduler.plan()
     assert plan is not None  # a loop has room for its requests
     loop.runner.programs.compile(loop.runner.padding(plan.shape, options["logprobs"]))

@@ -3,9 +3,11 @@
 import atexit
 import contextlib
 import dataclasses
+import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
@@ -82,33 +84,13 @@ class Engine:
         prefill_tokens: int | None = None,
         reproducible: bool = False,
     ):
-        check_model(model)
-
-        def count(name: str, value: int | None, default: int, least: int = 1, most: int = MOST) -> int:
-            return default if value is None else whole(f"Engine: {name}", value, least, most)
-
-        max_batch_size = count("max_batch_size", max_batch_size, model.run.batch_size)
-        context = count("context", context, model.run.context, most=model.run.context)
-        enough = max_batch_size * kv.page_count(context, model.run.page_size)
-        pages = count("pages", pages, enough)
-        logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
-        logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
-        checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
-        asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
-        rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
-        memory.check_cache(model.config, model.run, rows, tokens, asked)
         self.model = model
-        self.options = Options(
-            max_batch_size,
-            pages,
-            context,
-            biases=1 << (logit_biases - 1).bit_length(),
-            max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
-            prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
-            reproducible=flag("Engine: reproducible", reproducible),
-            checkpoints=checkpoints,
-            **step_options(model, taps, logits_processor, logprobs, speculate),
-        )
+        self.options = _options(
+            model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
+            logit_biases=logit_biases, speculate=speculate, taps=taps, logits_processor=logits_processor,
+            checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
+            reproducible=reproducible,
+        )  # fmt: skip
         self._loop = Loop(model, self.options, threaded=True)
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
@@ -123,6 +105,22 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @classmethod
+    def compile_ahead(cls, model: Model, **arguments: Any) -> None:
+        """Begin to compile, in other threads, every program of an Engine with these arguments, and return at
+        once. On a GPU that can be done while weights are read:
+
+            options = {"max_batch_size": 64}
+            model = bj.load("model.gguf", on_shapes=lambda model: bj.Engine.compile_ahead(model, **options))
+            engine = bj.Engine(model, **options)
+
+        A request to the engine waits for its own programs only. Errors as for Engine.
+        """
+        given = inspect.signature(cls).bind(model, **arguments)
+        given.apply_defaults()
+        options = _options(**given.arguments)
+        Loop(model.shapes(), options).compile_ahead()
 
     def warmup(self, progress: Progress = False) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
@@ -292,6 +290,39 @@ class Engine:
         if self._loop.failures >= TRIES:
             with self._changed:
                 self._broken = error
+
+
+def _options(
+    model: Model, *, max_batch_size, pages, context, logprobs, logit_biases, speculate, taps,
+    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible,
+) -> Options:  # fmt: skip
+    """The arguments of an Engine, checked, and with every default filled in."""
+    check_model(model)
+
+    def count(name: str, value: int | None, default: int, least: int = 1, most: int = MOST) -> int:
+        return default if value is None else whole(f"Engine: {name}", value, least, most)
+
+    max_batch_size = count("max_batch_size", max_batch_size, model.run.batch_size)
+    context = count("context", context, model.run.context, most=model.run.context)
+    enough = max_batch_size * kv.page_count(context, model.run.page_size)
+    pages = count("pages", pages, enough)
+    logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
+    logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
+    checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
+    asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
+    rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
+    memory.check_cache(model.config, model.run, rows, tokens, asked)
+    return Options(
+        max_batch_size,
+        pages,
+        context,
+        biases=1 << (logit_biases - 1).bit_length(),
+        max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
+        prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
+        reproducible=flag("Engine: reproducible", reproducible),
+        checkpoints=checkpoints,
+        **step_options(model, taps, logits_processor, logprobs, speculate),
+    )
 
 
 def _checkpoints(model: Model, asked: int) -> int:

@@ -20,6 +20,7 @@ from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
 from bonsai_jax.engine.answers import Piece, Reader
 from bonsai_jax.engine.plans import Plan, Request
+from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
 from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
@@ -155,13 +156,25 @@ class Loop:
 
     def warmup(self, progress: Callable[[int, int], None]) -> None:
         """Compile every program, by running it without a request."""
-        limits = self.runner.limits
+        self.runner.warmup(self._every_call(), progress)
+        self.scheduler.compiled.update(self._sizes())
+
+    def compile_ahead(self) -> None:
+        """Begin to compile every program, for another loop of this process, and take no more calls."""
+        for call in self._every_call():
+            self.runner.programs.compile(call)
+        self.runner.programs.finish_alone()
+
+    def _sizes(self) -> list[int | tuple[int, int]]:
+        """Rows of decode programs and shapes of prefill, beginning with those that a first request needs."""
+        (fewest, *rows), (shortest, *shapes) = self.runner.limits.row_sizes, self.runner.limits.shapes
+        return [fewest, shortest, *rows, *shapes]
+
+    def _every_call(self) -> list[Call]:
+        """Of each program, without any request."""
         variants = [None] if self.options.logprobs is None else [None, self.options.logprobs]
-        sizes = [*limits.row_sizes, *limits.shapes]
-        calls = [self.runner.padding(size, n) for size in sizes for n in variants]
-        calls += [self.runner.padding(None, None)] if self.runner.shares else []
-        self.runner.warmup(calls, progress)
-        self.scheduler.compiled.update(sizes)
+        calls = [self.runner.padding(size, n) for size in self._sizes() for n in variants]
+        return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
         """Start to compile the decode program for this batch size. Call it before the first prefill, so that

@@ -198,23 +198,42 @@ def test_programs_over_a_mesh_are_stored(folder):
     np.testing.assert_array_equal(bj.generate(model, [[5, 7, 9, 11]], **HOW)[0].tokens, first)
 
 
-def test_compile_ahead_makes_the_programs_that_generate_asks_for_once():
-    """Also from the shapes of a model whose weights are not read, and while generate already waits."""
-    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=128, page_size=16))
-    shapes = dataclasses.replace(model, params=jax.eval_shape(lambda params: params, model.params))
-    assert model.loaded and not shapes.loaded
-    compiled = []
-    listen = lambda event, seconds, fun_name="", **_: compiled.append(  # noqa: E731
+@pytest.fixture
+def compiled():
+    """Names of functions that are compiled meanwhile."""
+    names = []
+    listen = lambda event, seconds, fun_name="", **_: names.append(  # noqa: E731
         fun_name if "backend_compile" in event else ""
     )
     jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        bj.compile_ahead(shapes, [[5, 7, 9, 11]] * 3, max_new_tokens=6)
-        outputs = bj.generate(model, [[5, 7, 9, 11]] * 3, max_new_tokens=6, sampling=bj.SamplingParams(0.0))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compile_ahead_makes_the_programs_that_generate_asks_for_once(compiled):
+    """Also from the shapes of a model whose weights are not read, and while generate already waits."""
+    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=128, page_size=16))
+    shapes = model.shapes()
+    assert model.loaded and not shapes.loaded
+    bj.compile_ahead(shapes, [[5, 7, 9, 11]] * 3, max_new_tokens=6)
+    outputs = bj.generate(model, [[5, 7, 9, 11]] * 3, max_new_tokens=6, sampling=bj.SamplingParams(0.0))
     assert compiled.count("jit(prefill)") == compiled.count("jit(decode)") == 1
     assert len({tuple(output.tokens) for output in outputs}) == 1
+
+
+def test_compile_ahead_makes_the_programs_of_an_engine_once(compiled):
+    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=112, page_size=16))
+    options = {"max_batch_size": 1, "prefill_tokens": 64, "context": 100}
+    bj.Engine.compile_ahead(model.shapes(), **options)
+    with bj.Engine(model, **options) as engine:
+        engine.warmup()
+        answer = engine.submit([5, 7, 9, 11], bj.SamplingParams(0.0), max_new_tokens=6).result()
+    assert len(answer.tokens) == 6
+    assert compiled.count("jit(decode)") == 1 and compiled.count("jit(prefill)") == 2
+    with pytest.raises(ValueError, match="Engine: max_batch_size is 0"):
+        bj.Engine.compile_ahead(model, max_batch_size=0)
+    with pytest.raises(TypeError, match="max_rows"):
+        bj.Engine.compile_ahead(model, max_rows=1)
 
 
 def test_compile_ahead_refuses_what_generate_refuses():

@@ -11,12 +11,13 @@ terminal.py and render.py are imported when a chat begins.
 
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -76,6 +77,8 @@ def command(
         params = sampling.params()
         quiet = _no_echo() if typed else contextlib.nullcontext()
     engines: list[Engine] = []  # the one that answers
+    how: dict[str, Any] = {"max_batch_size": 1, "speculate": speculate}
+    compile_ahead = functools.partial(Engine.compile_ahead, **how)
 
     def open_engine(name: str | None) -> "Engine":
         if engines and engines[0].model.source == name:
@@ -88,12 +91,14 @@ def command(
             mesh = devices.mesh()
             config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
             config = _whole_context(checkpoint, config, devices.tensor_parallel)
-        loaded = named.load(config, mesh, checkpoint)
+        loaded = named.load(config, mesh, checkpoint, on_shapes=compile_ahead)
         if loaded.tokenizer.chat_template is None:
             raise ValueError(
                 f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text"
             )
-        engines.append(Engine(loaded, max_batch_size=1, speculate=speculate))
+        if typed:  # the first message takes a while to type
+            compile_ahead(loaded)
+        engines.append(Engine(loaded, **how))
         return engines[0]
 
     with quiet:
@@ -159,14 +164,13 @@ def _close(engines: list["Engine"]) -> None:
 
 
 def _leave(engines: list["Engine"]) -> None:
-    """Close the engine. If it is still compiling, end the process without waiting for that."""
+    """Close the engine and end the process, without waiting for threads that still compile."""
     thread = threading.Thread(target=_close, args=(engines,), daemon=True)
     thread.start()
     thread.join(CLOSE_S)
-    if thread.is_alive():
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def talk(session: Session, *, typed: bool, plain: bool) -> None:
