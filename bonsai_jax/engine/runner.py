@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from bonsai_jax import machine
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import sampling, speculation
 from bonsai_jax.decoding import steps as decoding
@@ -211,6 +212,7 @@ class Runner:
         for call in calls:
             self.dispatch(call).drawn.result()
         jax.block_until_ready(self._pool)
+        machine.release_memory()
 
     def dispatch(self, call: Call) -> Dispatch:
         """Run the call, after all calls before."""

@@ -92,7 +92,7 @@ def batch_size(description: Description, run: RunConfig, parts: int = 1) -> int:
     return rows
 
 
-CONTEXT_SHARE = 0.25  # of the memory that weights leave free: a CPU writes zeros into all of a cache
+CONTEXT_SHARE = 0.25  # of the memory that weights leave free; a CPU may have to write zeros into all of it
 
 
 def longest_context(description: Description, run: RunConfig, parts: int = 1) -> int:

@@ -114,6 +114,10 @@ def size(frame: Value, i: int, axis: int) -> Value:
     return _buffer(frame, "arguments", i).at(BUFFER["sizes"]).load(ADDRESS).at(8 * axis).load(I64)
 
 
+def result_size(frame: Value, i: int, axis: int) -> Value:
+    return _buffer(frame, "results", i).at(BUFFER["sizes"]).load(ADDRESS).at(8 * axis).load(I64)
+
+
 def _buffer(frame: Value, kind: str, i: int) -> Value:
     return frame.at(FRAME[kind]).load(ADDRESS).at(8 * i).load(ADDRESS)
 

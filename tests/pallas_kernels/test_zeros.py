@@ -1,0 +1,50 @@
+"""Zeros that take no memory until they are written (cpu/zeros.py), which is so on Linux."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import cache_layouts
+from pallas_kernels.cpu.zeros import zeros
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.usefixtures("optimized")  # else XLA copies what it is given
+def test_large_pages_take_memory_when_they_are_written():
+    """256 MB of which one layer's page is written."""
+    shape = 16, 64, 64, 8, 128
+    cache_layouts.empty("float32", (1, *shape[1:]))  # compiles
+    jax.block_until_ready(cache_layouts.empty("float32", shape))
+    before = resident()
+    pages = jax.block_until_ready(cache_layouts.empty("float32", shape))
+    assert pages.nbytes == 2**28 and resident() - before < 2**25
+    ones = jnp.ones((1, 1, *shape[2:]))
+    write = jax.jit(lambda p: jax.lax.dynamic_update_slice(p, ones, (3, 5, 0, 0, 0)), donate_argnums=0)
+    written = jax.block_until_ready(write(pages))
+    assert resident() - before < 2**26
+    assert float(written.sum()) == 64 * 8 * 128 and float(written[3, 5].min()) == 1
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
+def test_zeros_are_zeros_in_memory_that_was_used_before(dtype):
+    """Sizes below a page, of several, and that no page divides."""
+    rng = np.random.default_rng(0)
+    for size in (1, 63, 4096, *rng.integers(1, 100_000, 30)):
+        used = [jax.block_until_ready(jnp.full(int(size), 7, dtype)) for _ in range(3)]
+        del used
+        made = np.asarray(zeros((int(size), 1), dtype))
+        assert made.shape == (size, 1) and made.dtype == dtype and not made.any(), size
+
+
+def test_a_function_that_makes_pages_can_be_exported():
+    """XLA's handlers could not be."""
+    make = jax.jit(lambda: cache_layouts.empty("float16", (2, 3, 16, 2, 64)))
+    assert not np.asarray(jax.export.export(make)().call()).any()
