@@ -1,5 +1,6 @@
 """Zeros that take no memory until they are written (cpu/zeros.py), which is so on Linux."""
 
+import ctypes
 import os
 
 import jax
@@ -17,20 +18,16 @@ def resident() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-@pytest.mark.usefixtures("optimized")  # else XLA copies what it is given
 def test_large_pages_take_memory_when_they_are_written():
-    """256 MB of which one layer's page is written."""
+    """256 MB, of which one is written."""
     shape = 16, 64, 64, 8, 128
-    cache_layouts.empty("float32", (1, *shape[1:]))  # compiles
-    jax.block_until_ready(cache_layouts.empty("float32", shape))
+    jax.block_until_ready(cache_layouts.empty("float32", shape))  # compiles
     before = resident()
     pages = jax.block_until_ready(cache_layouts.empty("float32", shape))
-    assert pages.nbytes == 2**28 and resident() - before < 2**25
-    ones = jnp.ones((1, 1, *shape[2:]))
-    write = jax.jit(lambda p: jax.lax.dynamic_update_slice(p, ones, (3, 5, 0, 0, 0)), donate_argnums=0)
-    written = jax.block_until_ready(write(pages))
-    assert resident() - before < 2**26
-    assert float(written.sum()) == 64 * 8 * 128 and float(written[3, 5].min()) == 1
+    assert pages.nbytes == 2**28 and resident() - before < 2**24
+    ctypes.memset(pages.unsafe_buffer_pointer() + 5 * 2**20, 1, 2**20)
+    assert 2**20 <= resident() - before < 2**25
+    assert np.count_nonzero(np.asarray(pages)) == 2**18
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float16", "float32"])
