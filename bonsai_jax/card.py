@@ -39,7 +39,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
     if description.draft is not None:
         read -= weight_bytes(description.draft, run)
     fields = {spec.field: sources for spec, sources in description.tensors.items() if spec.kind is None}
-    looked_up = [fields["embed"][None]] if fields["head"] else []
+    looked_up = [fields["embed"][None]] if fields.get("head") else []
     looked_up += fields.get("vector_table", {}).values()
     read -= sum(tensor_bytes(t.format, t.shape, t.nbytes, run) for t in looked_up)
     if (experts := description.config.experts) is not None:

@@ -206,7 +206,7 @@ class LoadPlan:
         """The problem of a matrix that each expert has, or each head."""
         stacks = {stack.array: stack for stack in self.stacks if stack.members[0].experts}
         feed_forward = [stacks[name] for name in ("gate", "up", "down") if name in stacks]
-        whole = any(matrix == piece.matrix for stack in feed_forward for piece in stack.pieces)
+        whole = "gate" in stacks and any(matrix == p.matrix for stack in feed_forward for p in stack.pieces)
         if whole:
             gate, up = ([member.as_stored for member in stacks[name].members] for name in ("gate", "up"))
             kernels = {p.matrix.products.kernel(1) for stack in feed_forward for p in stack.pieces}

@@ -7,6 +7,7 @@ test_parallel.py runs, splits each over two devices.
 
 import dataclasses
 import functools
+import json
 
 import gguf.quants
 import jax
@@ -20,7 +21,8 @@ from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor
 from tests.agreement import padded_logits
 from tests.bonsai_jax.any_architecture import LAYERS, NAMES, tiny
-from tests.bonsai_jax.test_oracle import GREEDY
+from tests.bonsai_jax.command_line import run
+from tests.bonsai_jax.test_oracle import GREEDY, as_file
 
 REFERENCE = bj.RunConfig(impl="reference", page_size=16)
 KERNELS = bj.RunConfig(page_size=16, activation_bits=16)
@@ -130,6 +132,15 @@ def test_the_gradient_is_a_finite_difference(name):
     step = 3e-5 * float(jnp.linalg.norm(vectors))
     difference = (score(vectors + step * way) - score(vectors - step * way)) / (2 * step)
     np.testing.assert_allclose(jnp.vdot(slopes, way), difference, rtol=2e-2)
+
+
+@every("nemotron_h_moe")
+def test_inspect_names_a_kernel_for_every_matrix(name, tmp_path):
+    """Also of experts without a gate."""
+    file, path = tiny(name, "q8_0"), as_file(tiny(name, "q8_0"), tmp_path / "tiny.gguf")
+    entries = json.loads(run("inspect", path, "--json").stdout)["kernels"]
+    assert sum(entry["times"] for entry in entries) >= sum(t.format == "q8_0" for t in file.tensors.values())
+    assert all(kernel for entry in entries for kernel in entry["kernels"].values())
 
 
 @pytest.mark.parametrize("name", NAMES)
