@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 SHARED_ID = 42  # three layouts have this id; gguf.py recognizes which one a file uses
 SHARED_LAYOUTS = ("q2_0_g64", "q2_0_g128", "tq2_0_g128")
+NO_ID = -1  # formats that no file has: only arrays in memory
 
 
 class Geometry(NamedTuple):
@@ -59,8 +60,9 @@ GEOMETRY = {
     "tq2_0_g128": Geometry(SHARED_ID, 128, 34),  # OxiBonsai: qs[32], f16 d
     "pq2_0": Geometry(142, 128, 34),
     "ptq1_0": Geometry(143, 128, 28),
+    "nvfp4_scaled": Geometry(NO_ID, 64, 38),
 }
-FORMAT_BY_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
+FORMAT_BY_ID = {g.id: name for name, g in GEOMETRY.items() if g.id not in (SHARED_ID, NO_ID)}
 
 
 def tensor_nbytes(format: str, shape: tuple[int, ...]) -> int:

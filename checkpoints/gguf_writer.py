@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .checkpoint import CheckpointError, Tensor
-from .geometry import GEOMETRY
+from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_LAYOUTS
 from .gguf import ARRAY, MAX_ALIGNMENT, SCALARS, STRING
 
 VERSION = 3
@@ -74,8 +74,9 @@ def _write_data(path: Path, tensors: Iterable[Tensor], body: BinaryIO, alignment
             raise CheckpointError(
                 f"{where} has a name of {len(name)} bytes; 1 to {MAX_TENSOR_NAME} are allowed"
             )
-        if tensor.format not in GEOMETRY:
-            raise CheckpointError(f"{where} has format {tensor.format!r}; known are {', '.join(GEOMETRY)}")
+        known = (*FORMAT_BY_ID.values(), *SHARED_LAYOUTS)
+        if tensor.format not in known:
+            raise CheckpointError(f"{where} has format {tensor.format!r}; known are {', '.join(known)}")
         geometry = GEOMETRY[tensor.format]
         if not 1 <= len(tensor.shape) <= 4 or min(tensor.shape) < 1 or tensor.shape[-1] % geometry.weights:
             raise CheckpointError(

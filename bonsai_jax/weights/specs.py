@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from bonsai_jax.config import Layer, ModelConfig
+from bonsai_jax.weights import scales
 from bonsai_jax.weights.drawing import Drawn
+from bonsai_jax.weights.scales import Scaled
 from checkpoints import (
     ByHead,
     Changed,
@@ -27,7 +29,7 @@ MULTIMODAL = {
     "language_model.model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-Source = Tensor | Gathered | Microscaled | Part | ByHead | Changed | Drawn
+Source = Tensor | Gathered | Microscaled | Part | ByHead | Changed | Drawn | Scaled
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
 
@@ -157,6 +159,8 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
         for name, t in checkpoint.tensors.items()
         if not name.startswith(skipped)
     }
+    named = {spec.gguf.format(n) for spec in specs for n in spec.layers(config)}
+    tensors = scales.with_scales(checkpoint, tensors, named)
     matched: dict[Spec, Sources] = {}
     used: set[str] = set()  # a norm may serve two halves of a layer
     for spec in specs:

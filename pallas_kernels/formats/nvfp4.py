@@ -4,8 +4,8 @@ d 4 bytes: of each 16 weights the scale s as an eight-bit float without a sign, 
   and three of mantissa: (1 + m / 8) 2^(e - 7), or m 2^-9 where e is 0; 127 is 0
 qs 32 bytes: the low nibble of byte 8g + b is weight 16g + b, the high nibble weight 16g + 8 + b
 
-The top bit of a scale is not read, except that 255 is 480. A tensor in this format may have a factor of its
-own, in a tensor beside it.
+The top bit of a scale is not read, except that 255 is 480. A tensor in this format may have a scale of its
+own, in a tensor beside it: with that it is loaded as NVFP4_SCALED.
 """
 
 import jax
@@ -19,6 +19,7 @@ from pallas_kernels.formats.mxfp4 import VALUES, Signs, vector_codes
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
+SCALED = "nvfp4_scaled"  # these blocks with a float that a tensor's scale multiplies
 _E, _M = np.divmod(np.arange(256) & 127, 8)
 SCALES = (
     np.where(_E == 0, _M * 2.0**-9, (1 + _M / 8) * 2.0 ** (_E - 7)).astype(np.float32) / 2
@@ -74,7 +75,7 @@ def untile(tiled, shape):
     return {"d": jnp.where(d == 127, 255, d).astype(jnp.uint8), "qs": qs.reshape(*d.shape[:-1], 32)}
 
 
-def _scales(fields, lane):
+def lane_scales(fields, lane):
     """A byte moved up by 7 bits is s 2^-8 in float16, also without a leading 1."""
     from pallas_kernels.gpu import lanes
 
@@ -85,10 +86,10 @@ def _scales(fields, lane):
     return eights
 
 
-LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=_scales)
+LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=lane_scales)
 
 
-def _vector_scales(load):
+def vector_scales(load):
     d = load("d")
     d = d.compared("!=", 127).select(d, 0) & 127
     half = d.words() << 7
@@ -99,6 +100,6 @@ CPU = Vectors(
     np.arange(128).reshape(8, 2, 8).swapaxes(0, 1).reshape(2, 64),
     group=16,
     codes=vector_codes,
-    scales=_vector_scales,
+    scales=vector_scales,
     zero=12,
 )

@@ -80,7 +80,7 @@ def test_every_metadata_type_comes_back_as_it_was(tmp_path):
 def test_the_gguf_package_reads_what_we_write(tmp_path):
     path = tmp_path / "m.gguf"
     # Formats that its reader knows: it has no name for the ternary ids.
-    tensors = [random_tensor(f"t.{name}", name, (3, 512)) for name, g in GEOMETRY.items() if g.id <= 41]
+    tensors = [random_tensor(f"t.{name}", name, (3, 512)) for name, g in GEOMETRY.items() if 0 <= g.id <= 41]
     tensors += [random_tensor("vector", "f32", (5,)), random_tensor("cube", "q8_0", (2, 3, 4, 64))]
     flat = {k: v for k, v in EVERY_TYPE.items() if k not in ("nested", "nested texts", "grid", "empty")}
     write_gguf(path, {"general.architecture": "llama", **flat}, tensors, alignment=64)

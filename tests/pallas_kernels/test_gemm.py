@@ -25,8 +25,10 @@ def random_weights(format, n, k, seed=0):
 
 
 def has_float16_scales(format) -> bool:
-    """Whether d, and m, of a group are in the file, and not integers that make them."""
-    return not any(field.startswith("scales") for field in formats.get(format).BLOCK.names)
+    """Whether d, and m, of a group are in the file, and not integers or eight-bit floats times another."""
+    module = formats.get(format)
+    made = any(field.startswith("scales") for field in module.BLOCK.names) or hasattr(module, "UNSCALED")
+    return not made
 
 
 def in_group_order(a: np.ndarray, group: int) -> np.ndarray:
