@@ -12,6 +12,7 @@ from typing import Any
 from bonsai_jax.batch.lines import Line
 from bonsai_jax.batch.requests import FieldError, Request
 from bonsai_jax.engine.answers import Output
+from bonsai_jax.tokens.answer_parser import Harmony
 from bonsai_jax.tokens.tokenizer import Tokenizer
 
 
@@ -56,7 +57,12 @@ def completion(
 
 
 def _chat_choice(output: Output, request: Request, tokenizer: Tokenizer) -> dict[str, Any]:
-    message = {"role": "assistant", "content": output.text, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
+    if tokenizer.writes_harmony:  # requests have no functions that could be called
+        parser = Harmony()
+        events = parser.next(output.text) + parser.end()
+        message["content"] = "".join(text for kind, text, _ in events if kind == "answer")
+        message["reasoning_content"] = "".join(text for kind, text, _ in events if kind == "thought")
     if (scores := output.logprobs) is None:
         return {"message": message, "logprobs": None}
 
@@ -84,7 +90,7 @@ def _text_choice(output: Output, request: Request, tokenizer: Tokenizer) -> dict
         return tokenizer.token_bytes(id).decode(errors="replace")
 
     # Where each token's text begins. A character in several tokens begins with the first of them.
-    offsets, detokenizer, at = [], tokenizer.detokenizer(at_start=False), 0
+    offsets, detokenizer, at = [], tokenizer.answer_detokenizer(), 0
     for id in output.tokens:
         offsets.append(at)
         at += len(detokenizer.push(id))

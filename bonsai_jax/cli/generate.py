@@ -105,6 +105,7 @@ def command(
     load_s = time.perf_counter() - began
 
     import bonsai_jax as bj
+    from bonsai_jax.tokens.answer_parser import answer_parser
 
     clock = CompileClock()
     encoded, how = asked(loaded)
@@ -116,7 +117,7 @@ def command(
         return
     (ids,) = encoded
     figures = Figures(len(ids), clock, speculates=speculate is not None)
-    pieces, shown = bj.stream(loaded, ids, **how), thoughts.Shown(thoughts.begun(loaded.tokenizer, ids))
+    pieces, shown = bj.stream(loaded, ids, **how), thoughts.Shown(answer_parser(loaded.tokenizer, ids))
     answer = streamed.Streamed()
     with answer.lines_between():
         for piece in figures.watch(pieces):

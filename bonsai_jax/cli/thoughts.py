@@ -1,78 +1,40 @@
-"""A model's thoughts, the text between <think> and </think>."""
+"""An answer as `generate` prints it on a terminal: thoughts are dimmed."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bonsai_jax.tokens.tokenizer import Tokenizer
-
-OPEN, CLOSE = "<think>", "</think>"
-
-
-def begun(tokenizer: "Tokenizer", ids: list[int]) -> bool:
-    """Whether a prompt ends within a thought, as after a chat template that opens one."""
-    return tokenizer.decode(ids[-8:]).rstrip().endswith(OPEN)
-
-
-class Part(NamedTuple):
-    """Text that is a thought, with its tags, or that is none."""
-
-    text: str
-    thought: bool
-
-
-class Splitter:
-    """Tells thoughts from the rest of a text that comes piece by piece.
-
-    within  whether the text begins within a thought
-    """
-
-    def __init__(self, within: bool):
-        self.within, self._pending = within, ""
-
-    def next(self, text: str) -> list[Part]:
-        """The parts of one more piece; what may be the beginning of a tag waits for the next piece."""
-        self._pending, parts = self._pending + text, []
-        while (at := self._pending.find(self._tag)) >= 0:
-            parts.append(self._take(at + len(CLOSE) if self.within else at))
-            self.within = not self.within
-        waiting = max(
-            n for n in range(len(self._tag)) if self._tag[:n] == self._pending[len(self._pending) - n :]
-        )
-        return [part for part in (*parts, self._take(len(self._pending) - waiting)) if part.text]
-
-    def end(self) -> list[Part]:
-        """The text that still waits, at the end."""
-        return [self._take(len(self._pending))] if self._pending else []
-
-    @property
-    def _tag(self) -> str:
-        return CLOSE if self.within else OPEN
-
-    def _take(self, count: int) -> Part:
-        text, self._pending = self._pending[:count], self._pending[count:]
-        return Part(text, self.within)
+    from bonsai_jax.tokens.answer_parser import Event, Harmony, Tags
 
 
 class Shown:
-    """Text as `generate` prints it, piece by piece. On a terminal thoughts and their tags are dimmed;
-    elsewhere the text is unchanged."""
+    """Text as `generate` prints it, piece by piece. On a terminal thoughts are dimmed and the marks around
+    them left out, and a call is its function's name before its arguments; elsewhere the text is unchanged."""
 
-    def __init__(self, within: bool):
+    def __init__(self, parser: "Tags | Harmony"):
         from rich.console import Console
 
         console = Console()
         self.dims = console.is_terminal and not console.is_dumb_terminal
-        self._splitter = Splitter(within)
+        self._parser, self._last = parser, ""
+        self._kind: str | None = None  # of the event before
 
     def next(self, text: str) -> str:
         """What to print after one more piece."""
-        return self._dimmed(self._splitter.next(text)) if self.dims else text
+        return self._shown(self._parser.next(text)) if self.dims else text
 
     def end(self) -> str:
         """What to print at the end."""
-        return self._dimmed(self._splitter.end()) if self.dims else ""
+        return self._shown(self._parser.end()) if self.dims else ""
 
-    def _dimmed(self, parts: list[Part]) -> str:
+    def _shown(self, events: list["Event"]) -> str:
         from rich.style import Style
 
-        return "".join(Style(dim=True).render(part.text) if part.thought else part.text for part in parts)
+        out = ""
+        for kind, text, name in events:
+            own = f"{name} {text}" if name is not None else text
+            changes = name is not None or kind != self._kind
+            if changes and self._last and "\n" not in (self._last, own[:1]):
+                out += "\n\n"
+            out += Style(dim=True).render(own) if kind == "thought" else own
+            self._kind, self._last = kind, own[-1:] or self._last
+        return out

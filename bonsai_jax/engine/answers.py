@@ -15,7 +15,8 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclasses.dataclass(frozen=True)
 class Output:
-    """One finished answer. `tokens` leaves out the token that ended it; `text` ends before a stop string.
+    """One finished answer. `tokens` leaves out the token that ended it; `text` ends before a stop string. It
+    is the answer as the model writes it, with its thoughts: `tokens.answer_parser` tells these apart.
 
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps     decode steps that drew all tokens but the first, which prefill draws
@@ -77,8 +78,7 @@ class Reader:
     def __init__(
         self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str] = (), index: int = 0
     ):
-        # An answer continues its prompt.
-        self.detokenizer: Detokenizer = tokenizer.detokenizer(at_start=False)
+        self.detokenizer: Detokenizer = tokenizer.answer_detokenizer()
         self.end_tokens, self.stop, self.pending, self.index = end_tokens, stop, "", index
 
     def read(

@@ -131,6 +131,17 @@ class Tokenizer(Vocabulary):
         """An incremental `decode` with the same arguments, for one stream of ids."""
         return Detokenizer(self, skip_special, at_start)
 
+    def answer_detokenizer(self) -> "Detokenizer":
+        """The detokenizer of answers, which continue their prompts. It leaves control tokens out, but not for
+        gpt-oss, whose answers are divided by them (answer_parser.py)."""
+        return self.detokenizer(skip_special=not self.writes_harmony, at_start=False)
+
+    @functools.cached_property
+    def writes_harmony(self) -> bool:
+        """Whether answers are messages with headers: gpt-oss (answer_parser.py)."""
+        names = {text for text, kind in zip(self.texts, self.kinds, strict=True) if kind == CONTROL}
+        return {"<|start|>", "<|channel|>", "<|message|>"} <= names
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 from bonsai_jax.cli.chat import render, terminal
 from bonsai_jax.cli.chat.notes import Notes
 from bonsai_jax.progress import lines_shown_by, said_after
+from bonsai_jax.tokens.answer_parser import Tags
 from tests.bonsai_jax.command_line import TINY
 from tests.bonsai_jax.pseudo_terminal import ALT_ENTER, CTRL_C, CTRL_D, CTRL_L, CTRL_U, UP, Terminal, Tmux
 
@@ -206,9 +207,11 @@ class Window:
         console = Console(file=self.output, force_terminal=True, width=columns, height=rows)
         self.screen.region.console = console
 
-    def add(self, text, size=1000, thinks=False):
+    def add(self, text, size=1000, parser=None):
+        parser = parser or Tags()
         for at in range(0, len(text), size):
-            self.screen.add(text[at : at + size], thinks)
+            self.screen.add(text[at : at + size], parser.next(text[at : at + size]))
+        self.screen.add("", parser.end())
 
     @property
     def lines(self):
@@ -357,7 +360,7 @@ def test_no_answer_leaves_no_line():
 
 def test_thoughts_are_dim_and_without_tags():
     window = Window()
-    window.add("A thought.\n</think>\n\nAn answer.", 4, thinks=True)
+    window.add("A thought.\n</think>\n\nAn answer.", 4, parser=Tags(True))
     window.screen.end()
     dimmed = re.findall(r"\x1b\[2m(.*?)\x1b", window.output.getvalue())
     assert dimmed[-1] == "A thought." and window.lines == ["A thought.", "", "An answer."]
@@ -367,7 +370,7 @@ def test_a_pipe_gets_the_text_as_it_is(capsys):
     output = render.output(plain=False)
     output.wait("reading")
     for piece in ("# Ti", "tle\n", "<think>x</think>"):
-        output.add(piece, False)
+        output.add(piece, [])
     output.end()
     assert capsys.readouterr().out == "# Title\n<think>x</think>\n"
 

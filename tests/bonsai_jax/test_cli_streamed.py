@@ -65,7 +65,7 @@ def test_what_is_done_before_is_not_said(monkeypatch):
 def test_thoughts_end_a_line_too(monkeypatch):
     """A line break within colors."""
     lines = screen_with(monkeypatch, "<think>One\n", (COMPILES,), "two\n</think>", "three")
-    assert lines[:3] == ["<think>One", LINE, "two"]
+    assert lines[:3] == ["One", LINE, "two"]
 
 
 def test_elsewhere_lines_are_printed_at_once(monkeypatch, capsys):

@@ -267,7 +267,7 @@ def answer(
         try:
             with session.notes.below(output):
                 for piece in pieces:
-                    output.add(piece.text, conversation.thinks)
+                    output.add(piece.text, piece.events)
         finally:
             output.end()
     if typed:

@@ -8,14 +8,26 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from bonsai_jax.cli import options, thoughts
+from bonsai_jax.cli import options
 from bonsai_jax.cli.figures import CompileClock, Figures
+from bonsai_jax.tokens.answer_parser import Event, Harmony, Tags, answer_parser
 
 if TYPE_CHECKING:
-    from bonsai_jax import Engine, Handle, Piece, SamplingParams
+    from bonsai_jax import Engine, Handle, SamplingParams
 
 OnFull = Literal["drop", "stop"]
-Message = dict[str, str]
+Message = dict[str, Any]
+
+
+class Part(NamedTuple):
+    """A part of an answer.
+
+    text    as the model writes it
+    events  what it is made of
+    """
+
+    text: str
+    events: list[Event]
 
 
 class Prompt(NamedTuple):
@@ -29,14 +41,14 @@ class Prompt(NamedTuple):
 class Conversation:
     """The messages so far, and the engine that answers.
 
-    messages  [{"role": ..., "content": ...}, ...], without the system message
+    messages  [{"role": ..., "content": ...}, ...], without the system message; answers as their parser's
+              `message` has them
     dropped   how many of the oldest messages the model no longer sees, because the context was full
     on_full   whether a full context drops the oldest messages or ends the conversation
     think     the chat template's enable_thinking; None: the template's default
     figures   those of the last answer
     reused    tokens of the last prompt that were already in the cache
     unread    tokens of the last prompt that the prompt and answer before do not begin with
-    thinks    whether the last answer begins within a thought
     """
 
     engine: "Engine"
@@ -52,7 +64,6 @@ class Conversation:
     figures: Figures | None = None
     reused: int = 0
     unread: int = 0
-    thinks: bool = False
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
     _handle: "Handle | None" = None  # of the answer that is being written, or of `warm_up`
     _interrupted: bool = False
@@ -68,7 +79,7 @@ class Conversation:
         figures = self.figures
         return 0 if figures is None else self.reused + figures.prompt_tokens + len(figures.tokens)
 
-    def ask(self, text: str, *, replaces: bool = False, retry: int = 0) -> Generator["Piece"]:
+    def ask(self, text: str, *, replaces: bool = False, retry: int = 0) -> Generator[Part]:
         """Stream the answer to a message. Closing the generator, or `interrupt`, stops the answer. The text
         so far becomes part of the conversation; if there is none yet, the conversation stays as it is.
 
@@ -91,25 +102,33 @@ class Conversation:
             handle.cancel()
         speculates = self.engine.options.speculate is not None
         self.figures = Figures(len(ids), self.clock, speculates=speculates)
-        self.reused, self.thinks = 0, thoughts.begun(self.engine.model.tokenizer, ids)
+        self.reused, parser = 0, answer_parser(self.engine.model.tokenizer, ids)
         self.unread = len(ids) - sum(1 for _ in itertools.takewhile(same, zip(ids, self._read, strict=False)))
-        return self._pieces(handle, self.figures, ids, messages)
+        return self._parts(handle, self.figures, parser, ids, messages)
 
-    def _pieces(
-        self, handle: "Handle", figures: Figures, ids: list[int], messages: list[Message]
-    ) -> Generator["Piece"]:
+    def _parts(
+        self,
+        handle: "Handle",
+        figures: Figures,
+        parser: Tags | Harmony,
+        ids: list[int],
+        messages: list[Message],
+    ) -> Generator[Part]:
         try:
             for piece in figures.watch(handle):
                 self.reused += piece.cached_tokens
                 figures.prompt_tokens = len(ids) - self.reused
-                yield piece
+                yield Part(piece.text, parser.next(piece.text))
+            if events := parser.end():
+                yield Part("", events)
         finally:
             stopped = not handle.done or figures.finish_reason == "cancelled"
             self._cancel()
             if figures.tokens:
                 self._read = [*ids, *figures.tokens]
             if figures.text or not stopped:
-                self.messages = [*messages, {"role": "assistant", "content": figures.text}]
+                parser.end()
+                self.messages = [*messages, parser.message()]
 
     def interrupt(self, *_: object) -> None:
         """Stop the answer that is being written, or the next one. A signal handler may call this."""

@@ -22,7 +22,7 @@ from rich.style import Style
 from rich.syntax import Syntax
 from rich.text import Text
 
-from bonsai_jax.cli import thoughts
+from bonsai_jax.tokens.answer_parser import Event
 
 DRAW_EVERY_S = 0.05
 DRAW_SHARE = 0.2  # at most, of the time, for drawing
@@ -221,9 +221,8 @@ class Screen:
         self.region = Region(Console(file=sys.stdout, highlight=False))
         self.markdown = markdown
         self._lock = threading.Lock()
-        self._splitter: thoughts.Splitter | None = None
         self._passage: Passage | None = None
-        self._thought = False
+        self._kind = ""
 
     def wait(self, text: str) -> None:
         """A line that is shown until the answer comes."""
@@ -235,37 +234,36 @@ class Screen:
         with self._lock:
             self.region.write_below(text)
 
-    def add(self, text: str, thinks: bool) -> None:
+    def add(self, text: str, events: list[Event]) -> None:
         """More of the answer.
 
-        thinks  whether the answer begins within a thought
+        text    as the model writes it
+        events  what it is made of (tokens/answer_parser.py)
         """
         with self._lock:
-            self._splitter = self._splitter or thoughts.Splitter(thinks)
-            self._add(self._splitter.next(text))
+            for event in events:
+                self._add(event)
 
     def end(self) -> None:
         """The text is complete, or nothing more will come."""
         with self._lock:
-            if self._splitter:
-                self._add(self._splitter.end())
             if self._passage:
                 self._passage.end()
             else:
                 self.region.draw([])
 
-    def _add(self, parts: list[thoughts.Part]) -> None:
-        for text, thought in parts:
-            text = text.removeprefix(thoughts.OPEN).removesuffix(thoughts.CLOSE) if thought else text
-            if self._passage is None or thought != self._thought:
-                if not text.strip():  # an empty thought, or line breaks around one
-                    continue
-                if self._passage:
-                    self._passage.end()
-                    self.region.finish([""])
-                self._passage = Passage(self.region, self.markdown and not thought, thought)
-                self._thought = thought
-            self._passage.add(text)
+    def _add(self, event: Event) -> None:
+        kind, text, name = event
+        text = text if name is None else f"{name} {text}"
+        if self._passage is None or kind != self._kind or name is not None:
+            if not text.strip():  # an empty thought, or line breaks around one
+                return
+            if self._passage:
+                self._passage.end()
+                self.region.finish([""])
+            markdown = self.markdown and kind == "answer"
+            self._passage, self._kind = Passage(self.region, markdown, kind == "thought"), kind
+        self._passage.add(text)
 
 
 class Pipe:
@@ -277,7 +275,7 @@ class Pipe:
     def note(self, text: str | None) -> None:
         pass
 
-    def add(self, text: str, thinks: bool) -> None:
+    def add(self, text: str, events: list[Event]) -> None:
         print(text, end="", flush=True)
 
     def end(self) -> None:
