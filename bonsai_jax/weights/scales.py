@@ -78,7 +78,9 @@ class Scaled:
 
     @property
     def nbytes(self) -> int:
-        return self.whole.nbytes + self.scale.nbytes
+        """Of `data`: blocks may be larger than the file's."""
+        own, stored = formats.get(self.format).BLOCK.itemsize, formats.get(self.whole.format).BLOCK.itemsize
+        return self.whole.nbytes // stored * own
 
     def forget(self) -> None:
         self.whole.forget()

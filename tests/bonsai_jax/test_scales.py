@@ -88,6 +88,7 @@ def test_blocks_are_scaled_within_the_rounding_of_their_floats(name, scale):
     scaled = Scaled("m.gguf", whole, vector("w.scale", [scale]))
     exact = scale * formats.values(name, whole.data).astype(np.float64)
     got = formats.values(scaled.format, scaled.data)
+    assert scaled.nbytes == scaled.data.nbytes
     # Of formats with minimums both parts are rounded, each by less than the block's largest weight tells.
     np.testing.assert_allclose(got, exact, atol=2**-8 * np.abs(exact).max() if scale != 1 else 0, rtol=0)
 
