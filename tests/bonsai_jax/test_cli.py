@@ -145,7 +145,8 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
     assert process.stdout.read(1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, b"\n")
+    said = re.sub(rb"bonsai-jax: compiling .*\n", b"", stderr)  # on a machine that is busy
+    assert (process.returncode, said) == (130, b"\n")
 
 
 # ---- errors ----
