@@ -5,6 +5,7 @@ import importlib.metadata
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
