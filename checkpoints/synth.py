@@ -202,6 +202,9 @@ MODELS = {
         latent=_Latent(768, 512, 192, 64, 256),
         experts=_Experts(64, 4, 1536, 1536, choice_bias=True, dense=1, keys=_SIGMOIDS),
     ),
+    "mistral-small-24b": _Model(
+        "llama", 40, 5120, 32768, 32, 8, 128, 131072, 131072, 1e9, False, 131069, "tekken", norm_eps=1e-5
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
