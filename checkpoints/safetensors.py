@@ -130,7 +130,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
             )
         end = stop
         format, itemsize = FORMATS[header[name]["dtype"]]
-        shape = tuple(header[name]["shape"])
+        shape = tuple(header[name]["shape"]) or (1,)  # a scalar is a vector of one value
         tensors[name] = Tensor(
             name, format, shape, data[begin:stop].reshape(*shape[:-1], shape[-1] * itemsize)
         )
@@ -151,9 +151,9 @@ def _span(path: Path, name: str, entry: Any, size: int) -> tuple[int, int]:
         raise CheckpointError(
             f"{path}: dtype of {short} is {_short(dtype)}; {', '.join(FORMATS)} are supported"
         )
-    if not _counts(shape) or not 1 <= len(shape) <= MAX_DIMS or min(shape) < 1:
+    if not _counts(shape) or len(shape) > MAX_DIMS or min(shape, default=1) < 1:
         raise CheckpointError(
-            f"{path}: shape of {short} is {_short(shape)}; 1 to {MAX_DIMS} dims of 1 or more are expected"
+            f"{path}: shape of {short} is {_short(shape)}; at most {MAX_DIMS} dims of 1 or more are expected"
         )
     if not _counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
         raise CheckpointError(

@@ -155,10 +155,11 @@ def _experts(metadata: Mapping[str, Any], model_type: str) -> Experts | None:
     if gating not in ("softmax", "sigmoid"):
         raise NotImplementedError(f"scoring_func is {gating!r}; supported: softmax, sigmoid")
     ffn, groups = whole(metadata, "moe_intermediate_size"), metadata.get("n_group") or 1
-    if (
-        groups != 1
-        and metadata.get("topk_method", "group_limited_greedy" if is_v2 else None) == "group_limited_greedy"
-    ):
+    groups_used = metadata.get("topk_group") or 1
+    method = metadata.get("topk_method", "group_limited_greedy" if is_v2 else None)
+    if method == "greedy":  # among all experts, whatever the file says of groups
+        groups = groups_used = 1
+    if groups != 1 and method == "group_limited_greedy":
         raise NotImplementedError(
             f"topk_method is 'group_limited_greedy' with n_group {groups}: groups by their best expert are "
             "not supported; supported: noaux_tc, or one group"
@@ -171,7 +172,7 @@ def _experts(metadata: Mapping[str, Any], model_type: str) -> Experts | None:
         gating=gating,
         scale=positive(metadata, "routed_scaling_factor", 1.0),
         groups=whole({"n_group": groups}, "n_group"),
-        groups_used=whole({"topk_group": metadata.get("topk_group") or 1}, "topk_group"),
+        groups_used=whole({"topk_group": groups_used}, "topk_group"),
         shared=ffn * experts_metadata.count(metadata, "n_shared_experts"),
     )
 

@@ -26,7 +26,7 @@ from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope import Rope
 from bonsai_jax.network.rope_metadata import rope_from_gguf, rope_from_huggingface
 from bonsai_jax.weights import specs
-from bonsai_jax.weights.metadata import counts, flags, nested, positive, whole, windowed_types
+from bonsai_jax.weights.metadata import counts, flags, nested, positive, short, whole, windowed_types
 from bonsai_jax.weights.specs import Fused, Spec
 from pallas_kernels.activations import GELU_TANH
 
@@ -129,10 +129,11 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         raise NotImplementedError(f"use_bidirectional_attention is {value!r}; supported: None and 'vision'")
     count, heads = whole(metadata, "num_hidden_layers"), whole(metadata, "num_attention_heads")
     kv_heads, ffn = whole(metadata, "num_key_value_heads", heads), whole(metadata, "intermediate_size")
+    windows = windowed_types(metadata, count, 6)
+    metadata = metadata | _layers_without_windows(metadata, windows)
     full_kv_heads = whole(metadata, "num_global_key_value_heads", kv_heads)
     local_dim = whole(metadata, "head_dim", 256)
     head_dim = whole(metadata, "global_head_dim", local_dim)
-    windows = windowed_types(metadata, count, 6)
     ropes = nested(metadata, "rope_parameters")
     full, local = (
         rope_from_huggingface(dict(metadata) | {"rope_parameters": ropes[f"rope_parameters.{kind}"]}, width)
@@ -174,6 +175,24 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         ),
     )
     return _scaled(plain, experts_metadata.count(metadata, "hidden_size_per_layer_input"))
+
+
+def _layers_without_windows(metadata: Mapping[str, Any], windows: Sequence[bool]) -> dict[str, Any]:
+    """What transformers 5 writes as per_layer_config, an object for each layer without a window, under the
+    keys that it has in other folders."""
+    by_layer = nested(metadata, "per_layer_config")
+    numbers = [number for number, window in enumerate(windows) if not window]
+    if not by_layer:
+        return {}
+    settings = by_layer.get(f"per_layer_config.{numbers[0]}") if numbers else None
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    alike = dict.fromkeys((f"per_layer_config.{number}" for number in numbers), settings)
+    if by_layer != alike or not isinstance(settings, dict) or not {*settings} <= {*names}:
+        raise NotImplementedError(
+            f"per_layer_config is {short(metadata['per_layer_config'])}; supported: the same "
+            f"{', '.join(names)} for all layers without a window, and none for others"
+        )
+    return {names[str(name)]: value for name, value in settings.items()}
 
 
 def _experts_from_huggingface(metadata: Mapping[str, Any], ffn: int) -> Experts:

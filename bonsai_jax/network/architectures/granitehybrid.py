@@ -16,6 +16,8 @@ from bonsai_jax.network.mamba2_metadata import mamba2_from_gguf, mamba2_from_hug
 from bonsai_jax.weights.metadata import counts, whole
 
 MODELS = "Granite 4.0-H, Bamba"
+# Entries of layer_types; the last two are those that transformers 5 writes.
+IS_MAMBA2 = {"mamba": True, "attention": False, "linear_attention": True, "full_attention": False}
 _MLP = (
     *tensors("mlp", "norm", down=("ffn_down.weight", "shared_mlp.output_linear.weight")),
     *tensors(
@@ -60,9 +62,9 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     if metadata.get("position_embedding_type", "rope") != "rope":
         config = llama.with_attention(config, rope=None)
     types = metadata["layer_types"]
-    if not isinstance(types, list) or len(types) != config.num_layers or {*types} - {"mamba", "attention"}:
-        raise ValueError(f"layer_types: {config.num_layers} are expected, each one of mamba, attention")
-    return _with_mamba2(config, mamba2_from_huggingface(metadata), [kind == "mamba" for kind in types])
+    if not isinstance(types, list) or len(types) != config.num_layers or not {*types} <= IS_MAMBA2.keys():
+        raise ValueError(f"layer_types: {config.num_layers} are expected, each one of {', '.join(IS_MAMBA2)}")
+    return _with_mamba2(config, mamba2_from_huggingface(metadata), [IS_MAMBA2[kind] for kind in types])
 
 
 def _with_mamba2(config: ModelConfig, mamba2: Mamba2, where: list[bool]) -> ModelConfig:

@@ -34,19 +34,20 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
     if metadata.get("use_cla"):
         raise NotImplementedError("use_cla is true (layers that share keys and values); supported: false")
+    ffn = whole(metadata, "intermediate_size")
     experts = Experts(
         count=whole(metadata, "num_experts"),
         used=_every_layers(metadata, "moe_topk"),
-        ffn=_every_layers(metadata, "moe_intermediate_size"),
+        ffn=_every_layers(metadata, "moe_intermediate_size", ffn),
         normalized=bool(metadata.get("norm_topk_prob", True)),
-        shared=whole(metadata, "intermediate_size") * _every_layers(metadata, "num_shared_expert"),
+        shared=ffn * _every_layers(metadata, "num_shared_expert", 1),
     )
     return experts_metadata.with_experts(hunyuan_dense.config_from_huggingface(metadata, tensors), experts)
 
 
-def _every_layers(metadata, key: str) -> int:
+def _every_layers(metadata, key: str, default: int | None = None) -> int:
     """A whole number, or a list of it for each layer."""
     value = metadata.get(key)
     if isinstance(value, list) and len(set(map(str, value))) == 1:
         return whole({key: value[0]}, key)
-    return whole(metadata, key)
+    return whole(metadata, key, default)

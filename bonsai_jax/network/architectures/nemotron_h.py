@@ -88,6 +88,7 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
 def _pattern(metadata) -> Any:
     """A letter for each layer; the newest files have words."""
     letters = {"mamba": "M", "attention": "*", "mlp": "-", "moe": "E"}
+    letters |= {"linear_attention": "M", "full_attention": "*"}  # as transformers 5 writes them
     if isinstance(words := metadata.get("layers_block_type"), list):
         return "".join(letters.get(word, "?") for word in words)
     return metadata["hybrid_override_pattern"]

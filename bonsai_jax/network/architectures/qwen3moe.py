@@ -28,8 +28,10 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     config = llama.config_from_huggingface(metadata, tensors)
     if metadata.get("attention_bias"):
         raise NotImplementedError("attention_bias is true; supported: false")
+    # transformers 5 writes num_local_experts.
+    key = "num_experts" if metadata.get("num_local_experts") is None else "num_local_experts"
     experts = Experts(
-        count=whole(metadata, "num_experts"),
+        count=whole(metadata, key),
         used=whole(metadata, "num_experts_per_tok"),
         ffn=whole(metadata, "moe_intermediate_size"),
         normalized=bool(metadata.get("norm_topk_prob", False)),
