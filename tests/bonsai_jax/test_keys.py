@@ -137,3 +137,37 @@ def test_a_factor_without_a_type_scales_linearly():
     metadata |= {"general.architecture": architecture, "llama.rope.scale_linear": 4.0}
     rope = config_of("gguf", metadata).attention.rope
     assert (rope.scaling, rope.factor) == ("linear", 4.0)
+
+
+# As transformers 5 writes the same models: keys that are gone, and keys in their place.
+REWRITTEN = {
+    "Qwen3 30B-A3B": (("num_experts",), {"num_local_experts": 128}),
+    "DeepSeek V2 Lite": ((), {"n_group": 4, "topk_group": 2}),  # greedy, so groups are not looked at
+}
+
+
+@pytest.mark.parametrize("model", REWRITTEN)
+def test_a_config_of_transformers_5_is_the_same_model(model):
+    gone, new = REWRITTEN[model]
+    metadata = {key: value for key, value in HUGGING_FACE[model].items() if key not in gone}
+    assert config_of("huggingface", metadata | new) == config_of("huggingface", HUGGING_FACE[model])
+
+
+def test_layer_types_of_transformers_5_are_the_same_model():
+    names = {"mamba": "linear_attention", "attention": "full_attention"}
+    metadata = HUGGING_FACE["Granite 4.0-H Tiny"]
+    types = [names[kind] for kind in metadata["layer_types"]]
+    assert config_of("huggingface", metadata | {"layer_types": types}) == config_of("huggingface", metadata)
+
+
+def test_layers_without_windows_may_have_an_object_each():
+    metadata = HUGGING_FACE["Gemma 4 31B"]
+    text = dict(metadata["text_config"])
+    moved = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    own = {name: text.pop(old) for name, old in moved.items() if old in text}
+    layers = [n for n, kind in enumerate(text["layer_types"]) if kind == "full_attention"]
+    text["per_layer_config"] = {str(n): own for n in layers}
+    assert config_of("huggingface", metadata | {"text_config": text}) == config_of("huggingface", metadata)
+    text["per_layer_config"] = {"0": own}
+    with pytest.raises(NotImplementedError, match="per_layer_config"):
+        config_of("huggingface", metadata | {"text_config": text})

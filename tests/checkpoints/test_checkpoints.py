@@ -156,7 +156,7 @@ def entry(dtype="F32", shape=(2, 2), offsets=(0, 16)):
         ({"t": entry(["F32"])}, 16, "dtype of 't' is "),
         ({"t": entry(shape=(-2, -2))}, 16, r"shape of 't' is \[-2, -2\]"),
         ({"t": entry(shape=(2**32, 2**32))}, 16, "takes 73786976294838206464 bytes"),
-        ({"t": entry(shape=())}, 16, r"shape of 't' is \[\]"),
+        ({"t": entry(shape=())}, 16, r"\[\] takes 4 bytes"),
         ({"t": entry(shape=(0, 2), offsets=(0, 0))}, 16, "shape of 't'"),
         ({"t": entry(shape=(2, True))}, 16, "shape of 't'"),
         ({"t": entry(shape=(2.0, 2))}, 16, "shape of 't'"),
@@ -299,3 +299,11 @@ def test_packed_values_cannot_be_changed():
     whole = Tensor("w", "q8_0", (1, 32), np.zeros((1, 34), np.uint8))
     with pytest.raises(CheckpointError, match=r"tensor w: format is 'q8_0', .* supported: f32, f16, bf16"):
         Changed(whole, np.negative)
+
+
+def test_a_scalar_is_a_vector_of_one_value(tmp_path):
+    """As in folders of Apertus, which have an activation's constants."""
+    safetensors.numpy.save_file({"beta": np.array(0.5, np.float32)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "apertus"}')
+    beta = open_checkpoint(tmp_path).tensors["beta"]
+    assert beta.shape == (1,) and beta.data.view(np.float32).tolist() == [0.5]
