@@ -1,9 +1,10 @@
 """Logits of Hugging Face folders against transformers', which writes the folders: tiny random models.
 
-    uv run --group transformers pytest -m slow tests/bonsai_jax/test_transformers.py
+    uv run --with torch --with transformers pytest -m slow tests/bonsai_jax/test_transformers.py
 
-transformers shares no code with us, and unlike llama.cpp it needs no GGUF file. Its group brings torch with
-CUDA's libraries, several GB, so CI does not install it and these tests are skipped there.
+transformers shares no code with us, and unlike llama.cpp it needs no GGUF file. PyPI's torch comes with
+CUDA's libraries, several GB, and would decide their versions for JAX too: so no dependency group names it,
+and these tests are skipped where it is not installed.
 """
 
 import functools
