@@ -16,6 +16,8 @@ from bonsai_jax.network import architectures
 from bonsai_jax.weights import plan
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from checkpoints.synth import MODELS
+from tests.bonsai_jax.real_configs import HUGGING_FACE
+from tests.bonsai_jax.test_keys import config_of
 
 TINY = [name for name in MODELS if name.startswith("tiny-")]
 ABSURD = (  # 0 first: the everyday sample has the first ones more often
@@ -128,3 +130,31 @@ def test_random_damages_together_end_in_one_line(name):
             del tensors[tensor]
         damages.append(("several", with_tensors(with_metadata(checkpoint, metadata), tensors)))
     check(damages, checkpoint.source)
+
+
+def config_damages(metadata: dict):
+    """(key, metadata) for each key of a config.json, also of an object in it, that is missing or has another
+    value."""
+    for key, value in metadata.items():
+        yield key, {k: v for k, v in metadata.items() if k != key}
+        for odd in ABSURD:
+            yield key, metadata | {key: odd}
+        if isinstance(value, dict):
+            for inner, changed in config_damages(value):
+                yield f"{key}.{inner}", metadata | {key: changed}
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_a_damaged_config_json_ends_in_one_line(name):
+    errors = 0
+    for key, metadata in config_damages(HUGGING_FACE[name]):
+        try:
+            config_of("huggingface", metadata)
+        except (CheckpointError, NotImplementedError) as error:
+            errors += 1
+            message = str(error)
+            assert message.startswith("file") and "\n" not in message and len(message) < 1000, (key, message)
+        except Exception as error:
+            error.add_note(f"{name}: {key} was damaged")
+            raise
+    assert errors > 60

@@ -329,7 +329,7 @@ def test_the_kernels_of_a_program_compile_alone():
         )
     found = {kernels_first._attributes(op)["kernel_hash"]: op for op in kernels_first._kernels(lowered)}
     calls = lowered.as_text().count("@" + kernels_first.TARGET)
-    assert 5 < len(found) < calls
+    assert 5 < len(found) <= calls
     for digest, op in found.items():
         alone = kernels_first._program(op, sharding)()
         (same,) = kernels_first._kernels(alone)

@@ -182,14 +182,15 @@ def _named_errors(checkpoint: Checkpoint, module: ModuleType) -> Iterator[None]:
 
 
 def _check_layers(checkpoint: Checkpoint) -> None:
-    metadata, key = checkpoint.metadata, "num_hidden_layers"
+    metadata, names = checkpoint.metadata, ("num_hidden_layers", "num_layers", "num_nextn_predict_layers")
     if checkpoint.naming == "gguf":
-        key = f"{metadata['general.architecture']}.block_count"
-    parts = metadata, metadata.get("text_config")
-    for count in (part.get(key) for part in parts if isinstance(part, dict)):
+        arch = metadata["general.architecture"]
+        names = (f"{arch}.block_count", f"{arch}.nextn_predict_layers")
+    parts = [part for part in (metadata, metadata.get("text_config")) if isinstance(part, dict)]
+    for name, count in ((name, part.get(name)) for name in names for part in parts):
         if isinstance(count, int | float | np.number) and count > MOST_LAYERS:
             raise CheckpointError(
-                f"{checkpoint.source}: {key} is {short(count)}; at most {MOST_LAYERS} layers are expected"
+                f"{checkpoint.source}: {name} is {short(count)}; at most {MOST_LAYERS} layers are expected"
             )
 
 

@@ -5,6 +5,7 @@ groups of which a token uses some. Draft layers are left aside.
 import dataclasses
 
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import glm4moe
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
@@ -47,7 +48,8 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     ):
         if metadata.get(key, able) != able:
             raise NotImplementedError(f"{key} is {metadata[key]!r}; supported: {able}")
-    width, shared = whole(metadata, "moe_intermediate_size"), metadata.get("num_shared_experts") or 0
+    width = whole(metadata, "moe_intermediate_size")
+    shared = experts_metadata.count(metadata, "num_shared_experts")
     if whole(metadata, "moe_shared_expert_intermediate_size", width * shared or 1) != (width * shared or 1):
         raise NotImplementedError(
             f"moe_shared_expert_intermediate_size is {metadata['moe_shared_expert_intermediate_size']}; "

@@ -46,7 +46,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         count=whole(metadata, "moe_num_experts"),
         used=whole(metadata, "moe_k"),
         ffn=ffn,
-        shared=ffn * (metadata.get("moe_num_shared_experts") or 0),
+        shared=ffn * experts_metadata.count(metadata, "moe_num_shared_experts"),
     )
     config = llama.config_from_huggingface(metadata, tensors)
     mixer = config.attention

@@ -63,7 +63,7 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         scale=positive(metadata, "routed_scaling_factor", 1.0),
         groups=whole(metadata, "n_group", 1),
         groups_used=whole(metadata, "topk_group", 1),
-        shared=ffn * (metadata.get("n_shared_experts") or 0),
+        shared=ffn * experts_metadata.count(metadata, "n_shared_experts"),
     )
     config = llama.config_from_huggingface(metadata, tensors)
     part = positive(
