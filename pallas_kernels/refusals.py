@@ -370,6 +370,10 @@ def two_launches(problem: Sampling) -> str | None:
     return _since_ampere(problem)
 
 
+def cpu_sampling(problem: Sampling) -> str | None:
+    return "is for CPUs" if problem.platform != "cpu" else _needs_llvm()
+
+
 # Several ops
 
 

@@ -149,6 +149,7 @@ def _our_own() -> Iterator[Candidate]:
 
     sampling = "pallas_kernels.sampling"
     yield Candidate("two_launches", Sampling, rules.two_launches, f"{sampling}.kernel:run")
+    yield xla("cpu", Sampling, rules.cpu_sampling, f"{sampling}.cpu:run")
     yield xla("reference", Sampling, rules.no_reason, f"{sampling}.reference:draw")
 
 

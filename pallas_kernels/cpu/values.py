@@ -348,3 +348,26 @@ def exp(x: Value) -> Value:
         p = p.fma(r, like(c))
     scale = ((n.integer() + 127) << 23).as_type(x.type)
     return p * scale
+
+
+def log(x: Value) -> Value:
+    """The natural logarithm of positive, normal float32, within 2 units in the last place: x = 2^n m,
+    sqrt(1/2) <= m < sqrt(2), n ln 2 + log m. (Cephes' polynomial.)"""
+    like = functools.partial(constant, x.b, x.type)
+    bits = x.as_type(x.shaped(I32))
+    n = ((bits >> 23) - 126).float()
+    m = ((bits & 0x007FFFFF) | 0x3F000000).as_type(x.type)  # in [1/2, 1)
+    small = m.compared("<", 0.707106781186547524)
+    n = small.select(n - 1.0, n)
+    m = small.select(m + m, m) - 1.0
+    square = m * m
+    p = like(7.0376836292e-2)
+    for c in (
+        -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1, -1.6668057665e-1,
+        2.0000714765e-1, -2.4999993993e-1, 3.3333331174e-1,
+    ):  # fmt: skip
+        p = p.fma(m, like(c))
+    p = p * m * square
+    p = n.fma(like(-2.12194440e-4), p)
+    p = square.fma(like(-0.5), p)
+    return n.fma(like(0.693359375), m + p)

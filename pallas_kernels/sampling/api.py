@@ -25,7 +25,7 @@ def draw(
                its position and the token's id alone (Threefry-2x32 of the position makes a key, with which
                the id is counted): a row is drawn the same in any batch
     positions  of the tokens drawn, in their rows
-    impl       a candidate (selection.py): "two_launches", "reference"
+    impl       a candidate (selection.py): "two_launches", "cpu", "reference"
     Returns int32 tokens, then `seen` and `counts` with them (in place, where they are donated). Of equal
     scores the lowest id wins. Under vmap kernels are launched once for each entry. A row without a largest
     finite number, because it has NaN or +inf or because nothing is allowed, draws NO_TOKEN, -1.

@@ -1,4 +1,4 @@
-"""The draw of a token in jnp: the reference, and the path of every device without a kernel."""
+"""The draw of a token in jnp: the reference, which runs where no kernel does."""
 
 import jax
 import jax.numpy as jnp

@@ -196,8 +196,8 @@ def test_a_delta_net_runs_by_a_kernel_where_its_heads_fit(platform, phase, chang
 
 
 @pytest.mark.parametrize(("platform", "taken"), [("sm_80", "two_launches"), ("sm_120", "two_launches"),
-                                                 ("sm_75", "reference"), ("cpu", "reference")])  # fmt: skip
-def test_tokens_are_drawn_by_a_kernel_on_every_gpu_since_ampere(platform, taken):
+                                                 ("sm_75", "reference"), ("cpu", "cpu")])  # fmt: skip
+def test_tokens_are_drawn_by_a_kernel_on_cpus_and_every_gpu_since_ampere(platform, taken):
     problem = Sampling(platform, 151669)
     assert choose(problem) == taken and choose(problem, impl="reference") == "reference"
     if taken == "reference":
