@@ -292,8 +292,8 @@ class _Row:
         return total.value.sum()
 
     def threshold(self, count: Value, floor: Value | None, target: Value) -> Value:
-        """int32: the largest word t (`_ordered`) so that candidates from t on are `target` or more; or, with a
-        floor, that those from t and from the floor on weigh so much. 0 if there is none.
+        """int32: the largest word t (`_ordered`) such that candidates from t on are `target` or more; or,
+        with a floor, that those from t and from the floor on weigh so much. 0 if there is none.
 
         Found from the highest bit down, in 32 passes over the candidates.
         """
