@@ -83,7 +83,7 @@ def main() -> None:
     p.add_argument("--rows", default="1,8,64")
     p.add_argument("--vocabulary", type=int, default=151669)
     p.add_argument("--only", help="settings, such as defaults,greedy")
-    p.add_argument("--impl", help="one alone: reference, or two_launches")
+    p.add_argument("--impl", help="one alone: reference, two_launches (on GPUs) or cpu")
     p.add_argument("-r", "--repetitions", type=int, default=9)
     p.add_argument("--calls", type=int, default=8, help="chains of a repetition")
     p.add_argument("--commit", help="for a checkout without history")

@@ -170,7 +170,9 @@ def test_draws_are_timed_beside_the_definition(monkeypatch, capsys):
     benchmark.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["setting"], row["impl"]) for row in rows] == [
+        ("defaults", "cpu"),
         ("defaults", "reference"),
+        ("bias", "cpu"),
         ("bias", "reference"),
     ]
     assert all(row["us_max"] >= row["us"] > 0 and row["draws"] == 4 and row["other"] == 0 for row in rows)
