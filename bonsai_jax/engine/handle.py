@@ -3,12 +3,15 @@
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from bonsai_jax import forks
 from bonsai_jax.arguments import number
 from bonsai_jax.engine.answers import Output, Piece, output
+
+LOOK_S = 0.2  # how often a reader looks by itself whether something has come (Handle._wait)
 
 
 class Handle:
@@ -18,7 +21,7 @@ class Handle:
         async for piece in handle: ...
         handle.result()                   waits for the whole answer; await handle does too
         handle.results()                  waits for all n answers
-        handle.cancel()                   ends them with the text so far
+        handle.cancel()                   ends them with the text so far; a signal handler may call it
 
     Each raises RuntimeError with the reason if the engine fails. Any number of threads and tasks may read;
     each sees every piece. When the last of them leaves before the end, by a `break`, an exception, or because
@@ -41,8 +44,7 @@ class Handle:
         with self._reading():
             while True:
                 with self._changed:
-                    while at == len(self._pieces) and not self.done:
-                        self._changed.wait()
+                    self._wait(lambda: at < len(self._pieces) or self.done)
                     new, over = self._pieces[at:], self.done
                 yield from new
                 at += len(new)
@@ -91,7 +93,7 @@ class Handle:
             timeout_s = None if timeout_s > threading.TIMEOUT_MAX else timeout_s
         with self._changed:
             self._readers += 1
-            done = self._changed.wait_for(lambda: self.done, timeout_s)
+            done = self._wait(lambda: self.done, timeout_s)
             self._readers -= 1
         if not done:
             raise TimeoutError(f"{len(self._unfinished)} answers are not finished after {timeout_s} s")
@@ -121,6 +123,20 @@ class Handle:
             self._changed.notify_all()
             for wake in self._wakers:
                 wake()
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait, with the lock, until the condition holds. False: it does not after timeout_s.
+
+        A signal handler that calls `cancel` may run in this thread after the look and before the wait: then it
+        notifies nobody. So the wait is short, and the next look sees it.
+        """
+        ends = None if timeout_s is None else time.monotonic() + timeout_s
+        while not condition():
+            left = LOOK_S if ends is None else min(LOOK_S, ends - time.monotonic())
+            if left <= 0:
+                return False
+            self._changed.wait(left)
+        return True
 
     @contextlib.contextmanager
     def _reading(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
