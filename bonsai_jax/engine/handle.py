@@ -40,14 +40,14 @@ class Handle:
 
     def __iter__(self) -> Iterator[Piece]:
         forks.check()
-        at = 0
+        seen = 0
         with self._reading():
             while True:
                 with self._changed:
-                    self._wait(lambda: at < len(self._pieces) or self.done)
-                    new, over = self._pieces[at:], self.done
+                    self._wait(lambda: len(self._pieces) > seen or self.done)  # noqa: B023 (called at once)
+                    new, over = self._pieces[seen:], self.done
                 yield from new
-                at += len(new)
+                seen += len(new)
                 if over:
                     self._raise()
                     return
@@ -127,8 +127,8 @@ class Handle:
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait, with the lock, until the condition holds. False: it does not after timeout_s.
 
-        A signal handler that calls `cancel` may run in this thread after the look and before the wait: then it
-        notifies nobody. So the wait is short, and the next look sees it.
+        A signal handler that calls `cancel` may run in this thread after the look and before the wait: its
+        notice reaches nobody. So each wait is short, and the next look sees what it did.
         """
         ends = None if timeout_s is None else time.monotonic() + timeout_s
         while not condition():

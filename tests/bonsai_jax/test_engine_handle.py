@@ -25,5 +25,5 @@ def test_a_signal_handler_that_cancels_just_before_the_wait_is_noticed(read):
 
 
 def test_a_timeout_is_kept():
-    with pytest.raises(TimeoutError, match="after 0.3 s"):
+    with pytest.raises(TimeoutError, match=r"after 0\.3 s"):
         Handle(1, 3).result(timeout_s=0.3)
