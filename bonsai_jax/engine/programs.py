@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from bonsai_jax.decoding.state import State
 from bonsai_jax.engine import stored
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
@@ -72,9 +71,10 @@ class Call:
 
 
 class Programs:
-    """The programs for one model and pool, or for their shapes."""
+    """The programs for one model and pool (any tree of arrays that they are given first), or for their
+    shapes."""
 
-    def __init__(self, model: Model, pool: State):
+    def __init__(self, model: Model, pool: Any):
         self._model = model
         # Shapes in place of the pool, which the calls that run meanwhile donate.
         self._pool = jax.eval_shape(lambda state: state, pool)

@@ -14,7 +14,7 @@ from bonsai_jax.model import Model
 from bonsai_jax.network import kinds, parallel
 from bonsai_jax.network.taps import STREAM, Taps
 from bonsai_jax.research.batches import batches
-from bonsai_jax.research.reading import Reader, batch_tokens
+from bonsai_jax.research.reading import Reader, batch_tokens, widths
 
 BY_KEY = {"scores", "pattern"}  # of each token and all keys, which answers have different numbers of
 
@@ -37,7 +37,9 @@ def read_answers(
     reader = Reader(model, _joined(read, taps) if edited else read, stop)
     whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
     out: list[dict[str, np.ndarray]] = [{} for _ in whole]
-    for numbers, rows, width in batches([len(ids) for ids in whole], batch_tokens()):
+    shapes = list(batches([len(ids) for ids in whole], batch_tokens(), widths()))
+    reader.prepare((rows, width) for _, rows, width in shapes)
+    for numbers, rows, width in shapes:
         _, activations = reader.read(*reader.padded([whole[i] for i in numbers], rows, width))
         each = {site: parallel.fetch(x) for site, x in activations.items()}
         if edited and read.layers is not None:  # every layer was read

@@ -16,7 +16,7 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research.batches import batches
-from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
+from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids, widths
 from pallas_kernels import layer_norm, rms_norm
 
 
@@ -47,7 +47,9 @@ def embed_texts(
     out = np.zeros((len(ids), model.config.hidden), np.float32)
     reader, done = Reader(model), 0
     with shown(progress, "embedding") as update:
-        for numbers, rows, width in batches([len(own) for own in ids], batch_tokens()):
+        each = list(batches([len(own) for own in ids], batch_tokens(), widths()))
+        reader.prepare((rows, width) for _, rows, width in each)
+        for numbers, rows, width in each:
             tokens, lengths = reader.padded([ids[i] for i in numbers], rows, width)
             hidden, _ = reader.read(tokens, lengths)
             counts = parallel.place_rows(lengths, model.mesh)

@@ -11,7 +11,7 @@ from bonsai_jax.model import Model
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research.batches import NO_LIMIT, batches
-from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
+from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids, widths
 
 SORTED_TEXTS = 1024  # texts that are sorted by length together
 
@@ -78,7 +78,9 @@ def _harvest(model: Model, texts: Iterable, taps: Taps, batch_size, progress) ->
         for some in itertools.batched(texts, SORTED_TEXTS):
             ids, done = whole_ids(model, some, "texts"), 0
             lengths = [len(own) for own in ids]
-            for numbers, count, width in batches(lengths, most_tokens, most_rows=most_rows):
+            each = list(batches(lengths, most_tokens, widths(), most_rows=most_rows))
+            reader.prepare((count, width) for _, count, width in each)
+            for numbers, count, width in each:
                 tokens, counts = reader.padded([ids[i] for i in numbers], count, width)
                 _, activations = reader.read(tokens, counts)
                 texts_read = np.full(len(tokens), -1)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -11,34 +11,54 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding.steps import hidden_states
+from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.engine.prompts import check_room, encode, is_vectors
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 from bonsai_jax.network.cache import KVCache, page_count
+from bonsai_jax.network.kinds.state import map_states
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
+from bonsai_jax.research.batches import Sizes
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
 
-@over_mesh("rows")
-def branch_states(
+@over_mesh(("rows", "cache", "layers"))
+def read_rows(
     params: Params,
     cache: KVCache,
-    prompts: Int[Array, "R"],
-    parents: Int[Array, "B"],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
+    places: Int[Array, "B 5"],
+    table: Int[Array, "B pages_per_row"],
     config: ModelConfig,
-) -> Float[Array, "B T H"]:
-    """hidden_states of tokens that continue the first `prompts` tokens of rows `parents` of a cache, which
-    stays as it is."""
-    cache = cache.rewind(prompts) if cache.rewinds else cache  # else a row has no more than its prompt
-    return hidden_states(params, cache.take(parents), tokens, lengths, config)[0]
+    *,
+    taps: Taps | None = None,
+    stop_at_layer: int | None = None,
+) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
+    """hidden_states of a few sequences, whose pages of the cache are those of `table`. What the program is
+    compiled for does not depend on where they are.
+
+    places  of each: the cache's row that gets its recurrent state, and the row whose state it begins with
+            (beyond the last: none); how many tokens its pages hold before; a page and the one that becomes
+            a copy of it first (beyond the last: none)
+    Returns the cache with its own block table and lengths, which mean nothing.
+    """
+    # With one row a column is a contiguous slice: see engine.rows.unpacked.
+    row, begins, first, source, copy = jax.lax.optimization_barrier(tuple(places.T))
+    states = map_states(lambda state: state.with_page_copies(source, copy), cache.states)
+    taken = map_states(lambda state: state.taken(row, begins), states)
+    own = cache.replace(block_table=table, lengths=first, states=taken)
+    hidden, own, activations = hidden_states(
+        params, own, tokens, lengths, config, taps=taps, stop_at_layer=stop_at_layer
+    )
+    states = map_states(lambda state, new: state.put(new, row), states, own.states)
+    return hidden, cache.replace(states=states), activations
 
 
-read_branches = jitted.donating(branch_states)
+reading_program = jitted.donating(read_rows, "cache")
 
 
 def batch_tokens() -> int:
@@ -60,9 +80,21 @@ def whole_ids(model: Model, texts: Iterable[Any], what: str) -> list[list[int]]:
     return every
 
 
+def widths() -> Sizes:
+    """The widths of batches: on a GPU a program takes seconds to compile, and a few tokens no time."""
+    return Sizes(4, 4) if platform() == "cpu" else Sizes(8, 2)
+
+
 class Reader:
-    """Reads batches of whole sequences through the first layers of a model. Its cache is reused while the
-    shape of a batch stays the same."""
+    """Reads batches of sequences through the first layers of a model.
+
+        reader.prepare([(8, 64), (16, 32)])               programs are compiled in other threads
+        hidden, activations = reader.read(tokens, lengths)            sequences from their first token
+        hidden = reader.read_behind(prompts, parents, tokens, lengths)    what continues some of them
+
+    All batches share one cache. A sequence that continues another reads that one's pages where they are; only
+    the page in which it goes on is copied.
+    """
 
     def __init__(self, model: Model, taps: Taps | None = None, stop_at_layer: int | None = None):
         self.model, self.options = model, {"taps": taps, "stop_at_layer": stop_at_layer}
@@ -70,54 +102,125 @@ class Reader:
         # A cache has the layers that run, and one with attention at least, whose pages give its size.
         stop = max(stop, min(group.layers[0] for group in config.attention_groups) + 1)
         self._config = dataclasses.replace(config, layers=config.layers[:stop], draft=None)
+        self._room = _Room(0, 0, 0)
         self._cache: KVCache | None = None
-        self._shape: tuple[int, int] | None = None
+        self._width = 0  # of the batch that was read last
+
+    def prepare(self, shapes: Iterable[tuple[int, int]], branches: Iterable[tuple[int, int]] = ()) -> None:
+        """Make room for batches of these shapes, (rows, width) as `padded` has them, and for batches of what
+        is read behind them, and begin to compile their programs in other threads."""
+        data = placement.size(self.model.mesh, placement.DATA)
+        shapes, branches = (
+            [(self._rows(rows), width) for rows, width in some] for some in (shapes, branches)
+        )
+        each, last = ([(rows // data, width) for rows, width in some] for some in (shapes, branches))
+        size = self.model.run.page_size
+        pages = max((rows * page_count(width, size) for rows, width in each), default=0)
+        pages += max((rows * self._behind_pages(width) for rows, width in last), default=0)
+        longest = max((w for _, w in each), default=0) + max((w for _, w in last), default=0)
+        room = _Room(max((rows for rows, _ in each), default=0), pages, page_count(longest, size))
+        self._make(room)
+        for rows, width in dict.fromkeys([*each, *last]):
+            tokens, lengths = self.padded([], rows * data, width)
+            self._programs.compile(self._call(tokens, lengths, *self._whole(*tokens.shape)))
 
     def padded(
         self, ids: Sequence[Sequence[int]], rows: int, width: int
     ) -> tuple[Int[np.ndarray, "B T"], Int[np.ndarray, "B"]]:
         """Token ids as int32 [rows, width], padded at the end, and their lengths; rows without a sequence
         have length 0. Over a mesh there are rows for every device."""
-        rows = placement.padded_rows(rows, self.model.mesh)
+        rows = self._rows(rows)
         tokens, lengths = np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
         for row, own in enumerate(ids):
             tokens[row, : len(own)], lengths[row] = own, len(own)
         return tokens, lengths
 
     def read(
-        self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"], room: int = 0
+        self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"]
     ) -> tuple[Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
-        """hidden_states of whole sequences, and what taps read. room: tokens that may follow in the cache."""
-        model, pages = self.model, page_count(tokens.shape[1] + room, self.model.run.page_size)
-        # Few sizes of caches: fewer programs read what comes behind.
-        pages = pages if room == 0 else 1 << (pages - 1).bit_length()
-        shape = len(tokens), pages * model.run.page_size
-        if shape != self._shape or self._cache is None:
-            self._cache = None  # its memory is free before the next one is made
-            self._cache = parallel.empty_cache(self._config, model.run, *shape, model.mesh, rewinds=True)
-            self._shape = shape
-        hidden, self._cache, activations = jitted.hidden_states(
-            model.params, self._cache.reset(), *self._placed(tokens, lengths), model.config, **self.options
-        )
-        return hidden, activations
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that a row of the batch that was read last may have, with those that follow."""
-        assert self._shape is not None
-        return self._shape[1]
+        """hidden_states of whole sequences, and what taps read."""
+        if not self._fits(*tokens.shape):
+            self.prepare([tokens.shape])
+        self._width = tokens.shape[1]
+        return self._run(tokens, lengths, *self._whole(*tokens.shape))
 
     def read_behind(
         self,
-        prompts: Int[np.ndarray, "R"],
+        prompts: Int[np.ndarray, "B"],
         parents: Int[np.ndarray, "B"],
         tokens: Int[np.ndarray, "B T"],
         lengths: Int[np.ndarray, "B"],
     ) -> Float[Array, "B T H"]:
         """hidden_states of tokens that continue the first `prompts` tokens of rows `parents` of the batch
-        that was read last."""
-        model, arrays = self.model, self._placed(prompts, parents, tokens, lengths)
-        return read_branches(model.params, self._cache, *arrays, model.config)
+        that was read last, whose pages stay as they are. On one device along "data"."""
+        size, room = self.model.run.page_size, self._room
+        own_pages, each = self._behind_pages(tokens.shape[1]), page_count(self._width, size)
+        number, page = np.arange(len(tokens))[:, None], np.arange(room.table)
+        full = (prompts // size)[:, None]  # pages that are the parent's from beginning to end
+        table = np.where(page < each, parents[:, None] * each + page, 0)
+        source = np.take_along_axis(table, full, 1)[:, 0]
+        first = room.pages - (number + 1) * own_pages  # from the end, where no batch has pages
+        own = (page >= full) & (page < full + own_pages)
+        copy = np.where(prompts % size > 0, first[:, 0], room.pages)
+        no_row = np.full(len(tokens), room.rows)
+        places = np.stack([no_row, parents, prompts, source, copy], 1).astype(np.int32)
+        table = np.where(own, first + page - full, table).astype(np.int32)
+        return self._run(tokens, lengths, places, table)[0]
 
-    def _placed(self, *arrays: np.ndarray) -> list[jax.Array]:
-        return [parallel.place_rows(array, self.model.mesh) for array in arrays]
+    def tokens_behind(self, width: int) -> int:
+        """Tokens of the cache that a row of this width takes behind another."""
+        return self._behind_pages(width) * self.model.run.page_size
+
+    def _rows(self, rows: int) -> int:
+        return placement.padded_rows(rows, self.model.mesh)
+
+    def _behind_pages(self, width: int) -> int:
+        """Pages for so many tokens that begin anywhere in the first."""
+        return page_count(width + self.model.run.page_size - 1, self.model.run.page_size)
+
+    def _fits(self, rows: int, width: int) -> bool:
+        each = page_count(width, self.model.run.page_size)
+        own = rows // placement.size(self.model.mesh, placement.DATA)
+        return own <= self._room.rows and own * each <= self._room.pages and each <= self._room.table
+
+    def _make(self, needed: "_Room") -> None:
+        """A cache that has what is needed, in powers of two: calls share few sizes, and so their programs."""
+        both = zip(self._room, needed, strict=True)
+        room = _Room(*(max(have, 1 << (need - 1).bit_length()) for have, need in both))
+        if room == self._room and self._cache is not None:
+            return
+        self._cache, self._room = None, room  # the old one's memory is free before there is a new one
+        model, data = self.model, placement.size(self.model.mesh, placement.DATA)
+        self._cache = parallel.empty_cache(
+            self._config, model.run, room.rows * data, room.table * model.run.page_size, model.mesh,
+            room.pages * data, rewinds=True,
+        )  # fmt: skip
+        self._programs = Programs(model, self._cache)
+
+    def _whole(self, rows: int, width: int) -> tuple[Int[np.ndarray, "B 5"], Int[np.ndarray, "B P"]]:
+        """Places and pages of sequences that begin with their first token: row after row, on each device."""
+        number = np.arange(rows) % (rows // placement.size(self.model.mesh, placement.DATA))
+        each, page = page_count(width, self.model.run.page_size), np.arange(self._room.table)
+        table = np.where(page < each, number[:, None] * each + page, 0)
+        nothing, none = np.zeros_like(number), np.full_like(number, self._room.pages)
+        places = np.stack([number, number, nothing, nothing, none], 1)
+        return places.astype(np.int32), table.astype(np.int32)
+
+    def _call(self, *arrays: np.ndarray) -> Call:
+        rows, width = arrays[0].shape
+        name = f"the reading of {rows} x {width} tokens"
+        return Call(name, reading_program, arrays, (self.model.config,), self.options)
+
+    def _run(self, *arrays: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
+        call = self._call(*arrays)
+        program, placed = self._programs.get(call), call.placed(self.model.mesh)
+        hidden, self._cache, activations = program(self.model.params, self._cache, *placed)
+        return hidden, activations
+
+
+class _Room(NamedTuple):
+    """Of a cache, on each device: rows, pages in all, pages of a row."""
+
+    rows: int
+    pages: int
+    table: int

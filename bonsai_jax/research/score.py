@@ -1,7 +1,7 @@
 r"""How likely continuations of prompts are.
 
     prompt ---- continuation 1      a prompt is read together with the longest of its continuations;
-        \------ continuation 2      the others are read in a second batch, behind copies of the prompt's row
+        \------ continuation 2      the others are read in a second batch, behind the prompt's pages
 
 A recurrent state cannot go back to the end of a prompt, so models that have one read the prompt alone.
 The output matrix is applied to the tokens before those that are scored, and to no others.
@@ -10,7 +10,7 @@ The output matrix is applied to the tokens before those that are scored, and to 
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +26,12 @@ from bonsai_jax.network import decoder, parallel
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.progress import Progress, shown
-from bonsai_jax.research.batches import batches
-from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
+from bonsai_jax.research.batches import NO_LIMIT, batches
+from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids, widths
 from bonsai_jax.weights import placement
+from pallas_kernels.device import platform
 
-SCORED_TOKENS = 256  # tokens whose logits exist at once: bounds [tokens, vocabulary]
-BRANCH_COPIES = 4  # copies of a batch's cache that branches are read behind: bounds their memory
+BEHIND = 4  # times the tokens of a batch is what the cache has room for behind its rows
 
 Ids = Sequence[int]
 
@@ -78,20 +78,20 @@ def score(
     alone = placement.size(model.mesh, placement.DATA) > 1  # rows of other devices' pages cannot be copied
     rows = list(_rows(items, alone, rewinds=not model.config.groups("delta_net")))
     flat = [Results(own) for _, each in items for own in each]
-    reader, room = Reader(model), max((len(ids) - 1 for row in rows for _, ids in row.branches), default=0)
-    pending: deque[_Pending] = deque()
+    reader, pending = Reader(model), deque[list[_Pending]]()
+    plan = _plan(reader, rows)
+    reader.prepare([batch.shape for batch in plan], [own.shape for batch in plan for own in batch.branches])
     done = 0
     with shown(progress, "scoring") as update:
         update(done, len(rows))
-        for numbers, count, width in batches([len(row.tokens) for row in rows], batch_tokens()):
-            batch = [rows[i] for i in numbers]
-            _read_batch(reader, batch, count, width, room, pending)
-            while len(pending) > 2:  # the device has work while results are fetched
-                pending.popleft().store(flat)
-            done += len(batch)
+        for batch in plan:
+            pending.append(_read_batch(reader, batch))
+            if len(pending) > 1:  # the device has work while results are fetched
+                _store(pending.popleft(), flat)
+            done += len(batch.rows)
             update(done, len(rows))
-        for batch in pending:
-            batch.store(flat)
+        for some in pending:
+            _store(some, flat)
     scores = iter(flat)
     return [[next(scores).score() for _ in each] for _, each in items]
 
@@ -139,6 +139,21 @@ class Results:
         return Score(total, bool(self.greedy.all()), self.tokens, self.logprobs)
 
 
+class _Branches(NamedTuple):
+    """A batch of continuations: of each (row of the batch before, number, token ids); rows and width."""
+
+    rows: list[tuple[int, int, list[int]]]
+    shape: tuple[int, int]
+
+
+class _Batch(NamedTuple):
+    """Rows that are read together, their number and width with padding, and what is read behind them."""
+
+    rows: list[Row]
+    shape: tuple[int, int]
+    branches: list[_Branches]
+
+
 class _Pending(NamedTuple):
     """Targets whose results are on their way from the device, with their places in these."""
 
@@ -147,9 +162,11 @@ class _Pending(NamedTuple):
     logprobs: jax.Array
     greedy: jax.Array
 
-    def store(self, results: list[Results]) -> None:
-        logprobs, greedy = parallel.fetch(self.logprobs), parallel.fetch(self.greedy)
-        for target, place in zip(self.targets, self.places, strict=True):
+
+def _store(pending: list[_Pending], results: list[Results]) -> None:
+    for targets, places, *on_device in pending:
+        logprobs, greedy = map(parallel.fetch, on_device)
+        for target, place in zip(targets, places, strict=True):
             own = results[target.continuation]
             own.logprobs[target.offset], own.greedy[target.offset] = logprobs[place], greedy[place]
 
@@ -209,76 +226,104 @@ def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool, rewinds: 
         yield Row([*prompt, *together[:-1]], len(prompt), targets, rest)
 
 
-def _read_batch(
-    reader: Reader, batch: list[Row], count: int, width: int, room: int, pending: deque[_Pending]
-) -> None:
+def _plan(reader: Reader, rows: list[Row]) -> list[_Batch]:
+    """Rows in batches, each with the batches of what is read behind its rows."""
+    plan = []
+    for numbers, count, width in _batches([len(row.tokens) for row in rows]):
+        batch = [rows[i] for i in numbers]
+        branches = [(parent, n, ids) for parent, row in enumerate(batch) for n, ids in row.branches]
+        sizes, continued = [len(ids) - 1 for *_, ids in branches], []
+        if sizes:
+            each = reader.tokens_behind(widths().padded(max(sizes)))
+            most_rows = max(1, BEHIND * batch_tokens() // each)
+            for some, branch_rows, branch_width in _batches(sizes, most_rows):
+                continued.append(_Branches([branches[i] for i in some], (branch_rows, branch_width)))
+        plan.append(_Batch(batch, (count, width), continued))
+    return plan
+
+
+def _batches(
+    lengths: list[int], most_rows: int = NO_LIMIT
+) -> Iterator[tuple[Int[np.ndarray, "items"], int, int]]:
+    return batches(lengths, batch_tokens(), widths(), most_rows=most_rows)
+
+
+def _read_batch(reader: Reader, batch: _Batch) -> list[_Pending]:
     """Read rows, and what comes behind them."""
-    tokens, lengths = reader.padded([row.tokens for row in batch], count, width)
-    hidden, _ = reader.read(tokens, lengths, room)
-    pending.append(_score_targets(reader.model, hidden, [row.targets for row in batch]))
-    prompts = np.zeros(len(tokens), np.int32)
-    prompts[: len(batch)] = [row.prompt for row in batch]
-    branches = [(parent, n, ids) for parent, row in enumerate(batch) for n, ids in row.branches]
-    most_rows = max(1, BRANCH_COPIES * batch_tokens() // reader.capacity)
-    sizes = [len(ids) - 1 for *_, ids in branches]
-    for numbers, count, width in batches(sizes, batch_tokens(), most_rows=most_rows, mixed=False):
-        some = [branches[i] for i in numbers]
-        tokens, lengths = reader.padded([ids[:-1] for *_, ids in some], count, width)
-        parents = np.zeros(len(tokens), np.int32)
-        parents[: len(some)] = [parent for parent, *_ in some]
+    hidden, _ = reader.read(*reader.padded([row.tokens for row in batch.rows], *batch.shape))
+    pending = _score_targets(reader.model, hidden, [row.targets for row in batch.rows])
+    for branches, shape in batch.branches:
+        tokens, lengths = reader.padded([ids[:-1] for *_, ids in branches], *shape)
+        parents, prompts = np.zeros((2, len(tokens)), np.int32)
+        parents[: len(branches)] = [parent for parent, *_ in branches]
+        prompts[: len(branches)] = [batch.rows[parent].prompt for parent, *_ in branches]
         hidden = reader.read_behind(prompts, parents, tokens, lengths)
         targets = [
             [Target(offset - 1, n, offset, ids[offset]) for offset in range(1, len(ids))]
-            for _, n, ids in some
+            for _, n, ids in branches
         ]
-        pending.append(_score_targets(reader.model, hidden, targets))
+        pending += _score_targets(reader.model, hidden, targets)
+    return pending
 
 
-def _score_targets(model: Model, hidden: jax.Array, by_row: list[list[Target]]) -> _Pending:
-    """token_scores of the targets of each row."""
+def scored_tokens() -> int:
+    """Tokens whose logits exist at once, [tokens, vocabulary]: on a CPU as many as its caches hold."""
+    return 128 if platform() == "cpu" else 1024
+
+
+def _score_targets(model: Model, hidden: jax.Array, by_row: list[list[Target]]) -> list[_Pending]:
+    """token_scores of the targets of each row, at most scored_tokens() on each device at a time."""
     devices = placement.size(model.mesh, placement.DATA)
     own_rows = len(hidden) // devices
-    targets, where = [], [[] for _ in range(devices)]
+    by_device: list[list[tuple[int, Target]]] = [[] for _ in range(devices)]
     for row, some in enumerate(by_row):
-        for target in some:
-            where[row // own_rows].append(len(targets))
-            targets.append((row % own_rows, target))
-    size = max(map(len, where))
-    size = (
-        1 << (size - 1).bit_length() if size <= SCORED_TOKENS else -(-size // SCORED_TOKENS) * SCORED_TOKENS
-    )
-    columns, places = np.zeros((devices * size, 3), np.int32), [0] * len(targets)
-    for device, numbers in enumerate(where):
-        for place, n in enumerate(numbers, device * size):
-            row, target = targets[n]
-            columns[place], places[n] = (row, target.position, target.token), place
-    placed = parallel.place_rows(columns, model.mesh)
-    return _Pending(
-        [target for _, target in targets], places, *score_tokens(model.params, hidden, placed, model.config)
-    )
+        by_device[row // own_rows] += [(row % own_rows, target) for target in some]
+    pending, most = [], scored_tokens()
+    for first in range(0, max(map(len, by_device)), most):
+        part = [own[first : first + most] for own in by_device]
+        size = _scored(max(map(len, part)))
+        columns, targets, places = np.zeros((devices * size, 3), np.int32), [], []
+        for device, own in enumerate(part):
+            for place, (row, target) in enumerate(own, device * size):
+                columns[place] = row, target.position, target.token
+                targets.append(target)
+                places.append(place)
+        placed = parallel.place_rows(columns, model.mesh)
+        taken = take_states(model.params, hidden, placed)
+        pending.append(_Pending(targets, places, *score_tokens(model.params, taken, placed, model.config)))
+    return pending
+
+
+def _scored(count: int) -> int:
+    """The number of tokens that so many are padded to: on a GPU one number, as time is in compiling."""
+    most = scored_tokens()
+    return min(most, max(4, 1 << (count - 1).bit_length())) if platform() == "cpu" else most
+
+
+@over_mesh("rows")
+def states_before(
+    params: Params, hidden: Float[Array, "B T H"], columns: Int[Array, "N 3"]
+) -> Float[Array, "N H"]:
+    """The hidden states at each (row, position, token)."""
+    row, position, _ = columns.T
+    return hidden[row, position]
 
 
 @over_mesh(("rows", "rows"))
 def token_scores(
-    params: Params, hidden: Float[Array, "B T H"], columns: Int[Array, "N 3"], config: ModelConfig
+    params: Params, hidden: Float[Array, "N H"], columns: Int[Array, "N 3"], config: ModelConfig
 ) -> tuple[Float[Array, "N"], Bool[Array, "N"]]:
-    """log softmax(logits)[token], and whether the token is the likeliest, for each (row, position, token) of
-    hidden states."""
-
-    def scores(columns):
-        row, position, token = columns.T
-        logits = decoder.unembed(params, hidden[row, position], config)
-        own, largest = jnp.take_along_axis(logits, token[:, None], axis=1), logits.max(1, keepdims=True)
-        total = jnp.exp(logits - largest).sum(1)
-        # argmax is the first of equal ones. As a reduction it takes an XLA of CPUs twice the product's time.
-        earlier = (logits == own) & (jnp.arange(logits.shape[1]) < token[:, None])
-        greedy = (own == largest)[:, 0] & ~earlier.any(1)
-        return (own - largest)[:, 0] - jnp.log(total), greedy
-
-    if len(columns) <= SCORED_TOKENS:
-        return scores(columns)
-    logprobs, greedy = jax.lax.map(scores, columns.reshape(-1, SCORED_TOKENS, 3))
-    return logprobs.reshape(-1), greedy.reshape(-1)
+    """log softmax(logits)[token], and whether the token is the likeliest, for the hidden state before each
+    (row, position, token)."""
+    token = columns[:, 2]
+    logits = decoder.unembed(params, hidden, config)
+    own, largest = jnp.take_along_axis(logits, token[:, None], axis=1), logits.max(1, keepdims=True)
+    total = jnp.exp(logits - largest).sum(1)
+    # argmax is the first of equal ones. As a reduction it takes an XLA of CPUs twice the product's time.
+    earlier = (logits == own) & (jnp.arange(logits.shape[1]) < token[:, None])
+    greedy = (own == largest)[:, 0] & ~earlier.any(1)
+    return (own - largest)[:, 0] - jnp.log(total), greedy
 
 
+take_states = jitted.donating(states_before)
 score_tokens = jitted.donating(token_scores)

@@ -296,8 +296,8 @@ def test_requests_that_cannot_be_met_say_why():
         bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(context=5000))
     with pytest.raises(MemoryError, match=r"a cache of .* lower batch_size$"):
         bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(batch_size=10**9))
-    with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot run matmul"):  # on no device
-        bj.load("synth:tiny-qwen3:mxfp4", bj.RunConfig(impl="pallas"))
+    with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run decode"):  # on no device
+        bj.load("synth:tiny-gemma3:q8_0", bj.RunConfig(schedule="one_launch"))
 
 
 @pytest.mark.slow  # the recipe a_thousand_seeds (test_recipes.py) does the same, held against probabilities

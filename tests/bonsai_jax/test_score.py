@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.engine import programs
 from bonsai_jax.research import reading
 from bonsai_jax.research import score as score_module
-from bonsai_jax.research.batches import batches, padded_width
+from bonsai_jax.research.batches import Sizes, batches
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -69,7 +70,7 @@ def test_scores_are_those_of_each_text_alone(source):
 def test_a_batch_may_be_smaller_than_what_is_asked(monkeypatch):
     """Several batches of prompts, and several of continuations behind each."""
     monkeypatch.setattr("bonsai_jax.research.score.batch_tokens", lambda: 64)
-    monkeypatch.setattr("bonsai_jax.research.score.SCORED_TOKENS", 8)
+    monkeypatch.setattr("bonsai_jax.research.score.scored_tokens", lambda: 8)
     model, asked = tiny(), []
     prompts, continuations = random_items(model, 1, prompts=12, longest_prompt=16, most=5, longest=5)
     compare(model, prompts, continuations, progress=lambda done, total: asked.append((done, total)))
@@ -80,7 +81,8 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(monkeypatch):
     tokens, padded = [], reading.Reader.padded
 
     def counted(self, ids, *shape):
-        tokens.append(sum(map(len, ids)))
+        if ids:
+            tokens.append(sum(map(len, ids)))
         return padded(self, ids, *shape)
 
     monkeypatch.setattr(reading.Reader, "padded", counted)
@@ -96,6 +98,44 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(monkeypatch):
     tokens.clear()
     bj.score(tiny(), [prompt, prompt], [[[1, 2, 3]], [[4, 5]]])
     assert tokens == [20 + 2, 1]
+
+
+@pytest.mark.parametrize("source", ["tiny-llama:q8_0", "tiny-qwen35:q8_0"])
+def test_continuations_begin_and_end_anywhere_in_a_page(source):
+    """A page has 16 tokens; the one in which a continuation goes on is copied, the others are shared."""
+    model, draw = tiny(source), np.random.default_rng(3)
+    prompts = [draw.integers(0, 256, n).tolist() for n in (1, 15, 16, 17, 31, 32, 33, 48)]
+    continuations = [[draw.integers(0, 256, n).tolist() for n in (1, 2, 16, 17, 18, 34)] for _ in prompts]
+    compare(model, prompts, continuations)
+
+
+def test_what_is_read_behind_a_row_leaves_its_pages_as_they_are():
+    reader = reading.Reader(tiny())
+    reader.prepare([(2, 24)], [(4, 8)])
+    reader.read(*reader.padded([list(range(20)), list(range(30, 53))], 2, 24))
+    prompts, parents = np.array([20, 20, 23, 3], np.int32), np.array([0, 0, 1, 1], np.int32)
+    tokens = reader.padded([[1, 2, 3], [4, 5], [1, 2, 3], list(range(33, 41))], 4, 8)
+    one, again = (np.asarray(reader.read_behind(prompts, parents, *tokens)) for _ in range(2))
+    np.testing.assert_array_equal(one, again)
+    whole, _ = reader.read(*reader.padded([[*range(20), 1, 2, 3], list(range(30, 41))], 2, 24))
+    np.testing.assert_allclose(one[0, :3], whole[0, 20:23], atol=1e-4)
+    np.testing.assert_allclose(one[3], whole[1, 3:11], atol=1e-4)
+
+
+def test_programs_are_begun_before_the_first_batch_and_shared_by_calls(monkeypatch):
+    begun, run = [], reading.Reader._run
+
+    def noted(self, *arrays):
+        begun.append(self._call(*arrays).program in self._programs._begun)
+        return run(self, *arrays)
+
+    monkeypatch.setattr(reading.Reader, "_run", noted)
+    model, made = tiny(), programs.compiled
+    bj.score(model, *random_items(model, 4, prompts=30, longest_prompt=28, most=5, longest=6))
+    assert len(begun) > 1 and all(begun)
+    count = len(made)
+    bj.score(model, *random_items(model, 4, prompts=30, longest_prompt=28, most=5, longest=6))
+    assert len(made) == count
 
 
 def test_tokens_of_a_text_are_those_behind_the_prompts():
@@ -168,7 +208,7 @@ def test_of_equal_logits_the_first_is_greedy():
     """As argmax has it."""
     model = tiny()
     head = model.params.embed if model.params.head is None else model.params.head
-    hidden = np.zeros((1, 1, model.config.hidden), np.float32)  # all logits are 0
+    hidden = np.zeros((3, model.config.hidden), np.float32)  # all logits are 0
     columns = np.array([[0, 0, token] for token in (0, 1, 255)], np.int32)
     logprobs, greedy = score_module.score_tokens(model.params, hidden, columns, model.config)
     assert greedy.tolist() == [True, False, False]
@@ -177,25 +217,27 @@ def test_of_equal_logits_the_first_is_greedy():
     assert not greedy.any()
 
 
-def test_batches_have_every_item_once_and_few_shapes():
+@pytest.mark.parametrize(("sizes", "padding", "shapes"), [(Sizes(4, 4), 1.15, 18), (Sizes(16, 2), 1.25, 10)])
+def test_batches_have_every_item_once_and_few_shapes(sizes, padding, shapes):
     draw = np.random.default_rng(0)
-    for mixed in (True, False):
-        for count in (0, 1, 5, 300):
-            lengths = draw.integers(1, 400, count).tolist()
-            cut = list(batches(lengths, 2048, most_rows=64, mixed=mixed))
-            assert sorted(i for numbers, *_ in cut for i in numbers) == list(range(count))
-            for numbers, rows, width in cut:
-                assert 1 <= len(numbers) <= rows <= max(1, min(64, 2048 // width))
-                assert padded_width(max(lengths[i] for i in numbers)) == width
-            widths = [width for *_, width in cut]
-            assert widths == sorted(widths, reverse=True)
+    for count in (0, 1, 5, 300):
+        lengths = draw.integers(1, 400, count).tolist()
+        cut = list(batches(lengths, 2048, sizes, most_rows=64))
+        assert sorted(i for numbers, *_ in cut for i in numbers) == list(range(count))
+        for numbers, rows, width in cut:
+            assert 1 <= len(numbers) <= rows <= max(1, min(64, 2048 // width))
+            assert sizes.padded(max(lengths[i] for i in numbers)) == width
+        widths = [width for *_, width in cut]
+        assert widths == sorted(widths, reverse=True)
     lengths = np.clip(100 * np.exp(0.6 * draw.standard_normal(1000)), 30, 400).astype(int).tolist()
-    cut = list(batches(lengths, 2048))
-    assert sum(rows * width for _, rows, width in cut) < 1.15 * sum(lengths)
-    assert len({shape[1:] for shape in cut}) <= 20
+    cut = list(batches(lengths, 2048, sizes))
+    assert sum(rows * width for _, rows, width in cut) < padding * sum(lengths)
+    assert len({shape[1:] for shape in cut}) <= shapes
 
 
-def test_widths_are_at_least_as_wide_and_little_wider():
-    widths = [padded_width(n) for n in range(1, 5000)]
+def test_sizes_are_at_least_as_large_and_little_larger():
+    widths = [Sizes(4, 4).padded(n) for n in range(1, 5000)]
     assert all(n <= w and w - n < max(4, n / 4 + 1) and w % 4 == 0 for n, w in enumerate(widths, 1))
     assert len(set(widths)) < 45
+    assert [Sizes(1, 2).padded(n) for n in range(1, 10)] == [1, 2, 3, 4, 6, 6, 8, 8, 12]
+    assert [Sizes(16, 2).padded(n) for n in (1, 16, 17, 33, 65)] == [16, 16, 32, 48, 96]
