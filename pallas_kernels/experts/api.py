@@ -170,28 +170,30 @@ def experts_ffn(
     layer: int | Int[Array, ""] | None = None,
     *,
     activation: Activation = SILU,
+    biases: tuple[Float[Array, "E F"], Float[Array, "E F"], Float[Array, "E N"]] | None = None,
 ) -> Float[Array, "*batch N"]:
     """Both halves, in one pass for the many rows of a prefill on Hopper.
 
-    y = experts_matmul(experts_gated(x, gate, up, chosen, layer, activation), down, chosen, weights, layer)
+    hidden = experts_gated(x, gate, up, chosen, layer, activation, biases[:2])
+    y = experts_matmul(hidden, down, chosen, weights, layer, biases[2])
 
-    Arguments, derivatives and errors as for the two.
+    biases  of gate, up and down in this layer; None: there are none
+    Other arguments, derivatives and errors as for the two.
     """
-    if gate is None:
-        hidden = experts_gated(x, gate, up, chosen, layer, activation=activation)
-        return experts_matmul(hidden, down, chosen, weights, layer)
-    _check("experts_ffn", x, (gate, up), chosen)
 
-    def halves(x, weights, stacks, indices):
-        gate, up, down = stacks
-        chosen, index = indices
+    def halves(x, summed, stacks, indices):
+        (gate, up, down), (weights, biases), (chosen, index) = stacks, summed, indices
         index = layer if index is None else index
-        hidden = experts_gated(x, gate, up, chosen, index, activation=activation)
-        return experts_matmul(hidden, down, chosen, weights, index)
+        first, last = (None, None) if biases is None else (biases[:2], biases[2])
+        hidden = experts_gated(x, gate, up, chosen, index, activation=activation, biases=first)
+        return experts_matmul(hidden, down, chosen, weights, index, last)
 
     stacks = gate, up, down
-    y = feed_forward(x, stacks, chosen, weights, layer, activation, halves)
-    return halves(x, weights, stacks, (chosen, layer)) if y is None else y
+    if gate is None:
+        return halves(x, (weights, biases), stacks, (chosen, layer))
+    _check("experts_ffn", x, (gate, up), chosen)
+    y = feed_forward(x, stacks, chosen, weights, biases, layer, activation, halves)
+    return halves(x, (weights, biases), stacks, (chosen, layer)) if y is None else y
 
 
 def each_matmul(

@@ -12,7 +12,6 @@ expert's weights are dequantized once for each of its tiles, and those that nobo
 Where a row lies does not change its numbers, and a token's sum is always in the same order.
 """
 
-import functools
 import math
 
 import jax
@@ -40,14 +39,23 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 
 
 def feed_forward(
-    x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer, activation: Activation = SILU
+    x: jax.Array,
+    stacks: tuple,
+    chosen: jax.Array,
+    weights: jax.Array,
+    layer,
+    activation: Activation = SILU,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """float32 [*batch, N]: sum_j weights[..., j] D_e activation(G_e x, U_e x), e = chosen[..., j].
+    """float32 [*batch, N]: sum_j weights[..., j] (D_e activation(G_e x + g_e, U_e x + u_e) + d_e),
+    e = chosen[..., j].
 
     x                [*batch, K]
     stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "int" kernels; in
                      each layer G and U have one format
     chosen, weights  [*batch, used]
+    biases           of g, u and d in this layer, [experts, ...]; None: there are none. With them G and U are
+                     multiplied one after the other, and the activation is XLA's
     """
     *gate_up, down = stacks
     used = chosen.shape[-1]
@@ -59,23 +67,34 @@ def feed_forward(
     rows = places.rows_of(pairs.size, experts, tiles.stored)
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
 
-    def product(x, at, matrices: tuple[QTensor, ...], index):
-        """Of each row with its expert's matrix, or of two matrices the activation."""
+    def rounded(x, at, matrices: tuple[QTensor, ...]):
         group = formats.get(matrices[0].format).LANES.group
-        a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
+        return activations_float16.activations_float16(x, places=at, group=group, rows=rows)
+
+    def product(x_float16, matrices: tuple[QTensor, ...], index):
+        """Of each row with its expert's matrix, or of two matrices the activation."""
         fields = tuple(w.fields for w in matrices)
         if index is not None:
             fields = jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), fields)
         return int_prefill_sm90(
-            a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
+            *x_float16, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
             format=matrices[0].format, activation=activation, tiles_of=tiles,
         )  # fmt: skip
 
-    hidden = _with_layer(tuple(gate_up), layer, functools.partial(product, flat, token_places))
-    y = _with_layer((down,), layer, functools.partial(product, hidden, None))
+    def hidden_rows(matrices, index):
+        x_float16 = rounded(flat, token_places, matrices)
+        if biases is None:
+            return product(x_float16, matrices, index)
+        expert = jnp.zeros(rows, jnp.int32).at[at].set(pairs, mode="drop", wrap_negative_indices=False)
+        each = (product(x_float16, (w,), index) for w in matrices)
+        return activation(*(y + bias[expert] for y, bias in zip(each, biases[:2], strict=True)))
+
+    hidden = _with_layer(tuple(gate_up), layer, hidden_rows)
+    y = _with_layer((down,), layer, lambda w, index: product(rounded(hidden, None, w), w, index))
     total = jnp.zeros((), jnp.float32)
     for j, weight in enumerate(weights.reshape(-1, used).T):
         row = y.at[token_places[:, j]].get(mode="clip")
+        row = row if biases is None else row + biases[2].at[chosen.reshape(-1, used)[:, j]].get(mode="clip")
         total += jnp.where(token_places[:, j, None] >= 0, weight[:, None] * row, 0.0)
     return total.reshape(*x.shape[:-1], -1)
 

@@ -101,11 +101,11 @@ def _each(in_one_launch: bool, x, w: QTensor, index) -> jax.Array:
 
 
 def feed_forward(
-    x, stacks: tuple, chosen, weights, layer, activation: Activation, exactly
+    x, stacks: tuple, chosen, weights, biases, layer, activation: Activation, exactly
 ) -> jax.Array | None:
     """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
-    weights, stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for so few
-    rows."""
+    (weights, biases), stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for
+    so few rows."""
     where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
     formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
     alike = where[0] == where[1] and formats[0] == formats[1]
@@ -115,12 +115,12 @@ def feed_forward(
     known = layer if isinstance(layer, int) else None
 
     @jax.custom_batching.sequential_vmap
-    def op(x, weights, stacks, indices):
-        chosen, index = indices
-        return whole(x, stacks, chosen, weights, index if known is None else known, activation)
+    def op(x, summed, stacks, indices):
+        (weights, biases), (chosen, index) = summed, indices
+        return whole(x, stacks, chosen, weights, index if known is None else known, activation, biases)
 
     indices = chosen, layer if known is None else None
-    return differentiated(op, exactly)(x, weights, stacks, indices)
+    return differentiated(op, exactly)(x, (weights, biases), stacks, indices)
 
 
 def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:

@@ -10,6 +10,7 @@ import pytest
 
 import bonsai_jax as bj
 from pallas_kernels import QTensor, experts_ffn, for_device, formats
+from pallas_kernels.activations import swiglu_oai
 from pallas_kernels.experts import route_logits
 from tests.agreement import divergence
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
@@ -55,6 +56,30 @@ def test_experts_by_kernels_are_the_reference(format, how):
         traced = jax.jit(layer)(x, *tiled, chosen, weights, 1)
         for got in map(np.asarray, (by_number, traced)):
             assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), (format, rows)
+
+
+def test_biases_are_added_in_every_number_of_rows():
+    """With gpt-oss's sizes, format and activation."""
+    count, width, activation = 32, 2880, swiglu_oai()
+    draw = jax.jit(
+        lambda key: formats.random_fields("mxfp4", key, (1, count, width, width // 32), 0.0, width**-0.5)
+    )
+    blocks = [QTensor(draw(jax.random.key(seed)), "mxfp4", (width, width)) for seed in range(3)]
+    tiled = [for_device(w, matrices=2 if i < 2 else 1, bits=16) for i, w in enumerate(blocks)]
+    biases = tuple(jax.random.normal(jax.random.key(seed), (count, width)) for seed in range(3))
+
+    @jax.jit
+    def layer(x, gate, up, down, chosen, weights):
+        return experts_ffn(x, gate, up, down, chosen, weights, 0, activation=activation, biases=biases)
+
+    for rows in (1, 17, 300):
+        rng = np.random.default_rng(rows)
+        x = jnp.asarray(rng.standard_normal((rows, width)), jnp.float32)
+        chosen = rng.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)[:, :4].astype(np.int32)
+        chosen[rows // 2, 1] = -1
+        weights = jnp.asarray(rng.random((rows, 4)), jnp.float32)
+        want, got = (np.asarray(layer(x, *w, jnp.asarray(chosen), weights)) for w in (blocks, tiled))
+        assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), rows
 
 
 @pytest.mark.parametrize(("count", "used", "tokens"), [(256, 8, 1), (32, 4, 9), (60, 6, 700), (5, 5, 3)])

@@ -23,7 +23,7 @@ MIXTURES = {
     "qwen3-235b-a22b": (4096, 1536, 128, 8),
 }
 # Formats that have 32 bytes of scales in 16 rows x 256 columns: Mosaic does not copy those of six tiles.
-EVERY_DAY = [("tq2_0", "maple"), ("q6_k", "deepseek-v2-lite")]
+EVERY_DAY = [("tq2_0", "maple"), ("q6_k", "deepseek-v2-lite"), ("mxfp4", "gpt-oss")]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,9 @@ def test_experts_compile_in_every_format_and_width(format, mixture):
         stack = functools.partial(stack_of_experts, format, lead=(2, count), products=products(matrix))
         for tokens in (1, 20, 64 * count // used, 160 * count // used):
             chosen = functools.partial(jax.ShapeDtypeStruct, (tokens, used))
+            biases = [jnp.zeros((count, n)) for n in (ffn, ffn, hidden)] if mixture == "gpt-oss" else None
             compiled = compile_for_gpu(
-                functools.partial(experts_ffn, layer=1),
+                functools.partial(experts_ffn, layer=1, biases=biases),
                 jax.ShapeDtypeStruct((tokens, hidden), jnp.float32),
                 *(stack(ffn, hidden), stack(ffn, hidden), stack(hidden, ffn)),
                 *(chosen(jnp.int32), chosen(jnp.float32)),

@@ -243,20 +243,20 @@ def test_logits_after_every_token_compile(source):
 
 
 def test_scores_and_harvests_compile():
-    """Rows of a few tokens behind copies of their prompts, tokens scored in several blocks, and the layers up
-    to a tapped one, without the others' weights."""
+    """Rows of a few tokens behind their prompts' pages, the tokens to be scored, and the layers up to a
+    tapped one, without the others' weights."""
     source, layer = "synth:bonsai-1.7b:q1_0", 5
     taps = bj.Taps("output", layers=layer)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(source, rows=24, context=128)
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
-        compile_for_gpu(
-            lambda *arrays: reading.branch_states(*arrays, config),
-            params, state.cache, ints(24), ints(64), ints(64, 12), ints(64),
+        read = compile_for_gpu(
+            lambda *arrays: reading.read_rows(*arrays, config),
+            params, state.cache, ints(64, 16), ints(64), ints(64, 5), ints(64, 2), donate_argnums=1,
         )  # fmt: skip
         compile_for_gpu(
             lambda *arrays: score.token_scores(*arrays, config),
-            params, jax.ShapeDtypeStruct((64, 12, config.hidden), jnp.float32), ints(512, 3),
+            params, jax.ShapeDtypeStruct((1024, config.hidden), jnp.float32), ints(1024, 3),
         )  # fmt: skip
         harvested = compile_for_gpu(
             lambda *arrays: bj.hidden_states(*arrays, config, taps=taps, stop_at_layer=layer + 1),
@@ -264,6 +264,8 @@ def test_scores_and_harvests_compile():
         )  # fmt: skip
     shapes_out = [leaf.shape for leaf in jax.tree.leaves(harvested.out_info)]
     assert (1, 24, 80, config.hidden) in shapes_out
+    pages = state.cache.states["attention"][0].k
+    assert read.memory_analysis().alias_size_in_bytes >= 2 * pages.size * 2  # they are written in place
     assert "prefill_sm90" in harvested.as_text()
 
 

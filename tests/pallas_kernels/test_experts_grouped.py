@@ -19,6 +19,7 @@ from pallas_kernels import (
     experts_ffn,
     formats,
 )
+from pallas_kernels.activations import swiglu_oai
 from pallas_kernels.experts import api, grouped, places
 from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma import float16 as int_float16
@@ -109,10 +110,11 @@ def taken(w: QTensor) -> QTensor:
     return w.replace(products=Products(((8, "int_decode"), (None, "int_prefill_sm90"))))
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("how", ROUTINGS)
-def test_the_feed_forward_is_float64_s(how):
+def test_the_feed_forward_is_float64_s(how, biased):
     """Of the second of two layers, down in another format than in the first."""
-    activation = GELU_TANH if how == "even" else SILU
+    activation = swiglu_oai() if biased else GELU_TANH if how == "even" else SILU
     tokens, k, ffn = 50, 256, 512
     rng = np.random.default_rng(0)
     gate, up = (drawn("q4_k", (2, EXPERTS, ffn, k), seed) for seed in (0, 1))
@@ -120,13 +122,25 @@ def test_the_feed_forward_is_float64_s(how):
     x = rng.standard_normal((5, 10, k)).astype(np.float32)
     chosen = routed(how, tokens, 2)
     weights = rng.random((5, 10, 2)).astype(np.float32)
+    biases = None
+    if biased:
+        biases = tuple(rng.standard_normal((EXPERTS, n)).astype(np.float32) for n in (ffn, ffn, k))
     stacks = [LayerStack((taken(w.tiled),), ((0, 0), (0, 1))) for w in (gate, up)]
     stacks.append(LayerStack(tuple(taken(w.tiled) for w in downs), ((0, 0), (1, 0))))
     gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
+    rest = chosen.reshape(5, 10, 2), weights, 1, activation, jax.tree.map(jnp.asarray, biases)
     with mock.patch.object(grouped, "int_prefill_sm90", gemm_as_defined), gpu, lockstep():
-        got = grouped.feed_forward(x, tuple(stacks), chosen.reshape(5, 10, 2), weights, 1, activation)
-    hidden = expected(x.reshape(-1, k), [gate.dense[1], up.dense[1]], chosen, activation)
-    each = expected(hidden, [downs[1].dense[0]], chosen)
+        got = grouped.feed_forward(x, tuple(stacks), *rest)
+
+    def plus(y, number):
+        """With the bias of each pair's expert."""
+        has_one = (chosen >= 0) & (chosen < EXPERTS)
+        bias = 0.0 if biases is None else biases[number][np.clip(chosen, 0, EXPERTS - 1)]
+        return np.where(has_one[..., None], y + bias, 0.0)
+
+    products = (expected(x.reshape(-1, k), [w.dense[1]], chosen) for w in (gate, up))
+    hidden = DEFINITIONS[activation](*(plus(y, number) for number, y in enumerate(products)))
+    each = plus(expected(hidden, [downs[1].dense[0]], chosen), 2)
     want = np.einsum("bj,bjn->bn", weights.reshape(-1, 2), each).reshape(5, 10, k)
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
     if how == "padding":  # the last token has no expert

@@ -238,12 +238,15 @@ def _chosen_experts(
         count = sizes.count // jax.lax.axis_size(place.axis)
         first = jax.lax.axis_index(place.axis) * count
         chosen = jnp.where((chosen >= first) & (chosen < first + count), chosen - first, -1)
-    if "hidden" not in place.taps and w.gate_bias is None:
-        return experts_ffn(n, w.gate, w.up, w.down, chosen, weights, layer, activation=sizes.activation)
-    biases = None if w.gate_bias is None else (w.gate_bias[layer], w.up_bias[layer])
-    hidden = experts_gated(n, w.gate, w.up, chosen, layer, activation=sizes.activation, biases=biases)
-    down_bias = None if w.down_bias is None else w.down_bias[layer]
-    return experts_matmul(place.tapped("hidden", hidden), w.down, chosen, weights, layer, down_bias)
+    biases = None
+    if w.gate_bias is not None:
+        biases = w.gate_bias[layer], w.up_bias[layer], w.down_bias[layer]
+    how = {"activation": sizes.activation}
+    if "hidden" not in place.taps:
+        return experts_ffn(n, w.gate, w.up, w.down, chosen, weights, layer, biases=biases, **how)
+    first, last = (None, None) if biases is None else (biases[:2], biases[2])
+    hidden = experts_gated(n, w.gate, w.up, chosen, layer, biases=first, **how)
+    return experts_matmul(place.tapped("hidden", hidden), w.down, chosen, weights, layer, last)
 
 
 def _shared_expert(place: Place, n: Float[Array, "B T H"], y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
