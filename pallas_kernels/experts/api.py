@@ -126,15 +126,19 @@ def experts_gated(
     Derivatives and vmap as for `matmul`, which multiplies (groups.py).
     Raises ValueError where sizes do not fit each other, and for biases without a gate.
     """
+    _check("experts_gated", x, (up,) if gate is None else (gate, up), chosen)
+    return _hidden(x, gate, up, chosen, layer, activation, biases, zeros=True)
+
+
+def _hidden(x, gate, up, chosen, layer, activation: Activation, biases, zeros: bool) -> jax.Array:
+    """`experts_gated`; zeros: as of `by_expert`."""
     if gate is None:
         if biases is not None:
-            raise ValueError("experts_gated: biases are given, and gate is None; biases need a gate")
-        _check("experts_gated", x, (up,), chosen)
-        return activation(by_expert(x, (up,), chosen, layer), 1.0)
-    _check("experts_gated", x, (gate, up), chosen)
+            raise ValueError("experts: biases are given, and gate is None; biases need a gate")
+        return activation(by_expert(x, (up,), chosen, layer, zeros=zeros), 1.0)
     if biases is None:
-        return by_expert(x, (gate, up), chosen, layer, activation)
-    products = (by_expert(x, (w,), chosen, layer) for w in (gate, up))
+        return by_expert(x, (gate, up), chosen, layer, activation, zeros)
+    products = (by_expert(x, (w,), chosen, layer, zeros=zeros) for w in (gate, up))
     return activation(*(y + _rows(bias, chosen) for y, bias in zip(products, biases, strict=True)))
 
 
@@ -185,13 +189,13 @@ def experts_ffn(
         (gate, up, down), (weights, biases), (chosen, index) = stacks, summed, indices
         index = layer if index is None else index
         first, last = (None, None) if biases is None else (biases[:2], biases[2])
-        hidden = experts_gated(x, gate, up, chosen, index, activation=activation, biases=first)
+        hidden = _hidden(x, gate, up, chosen, index, activation, first, zeros=False)
         return experts_matmul(hidden, down, chosen, weights, index, last)
 
     stacks = gate, up, down
+    _check("experts_ffn", x, (up,) if gate is None else (gate, up), chosen)
     if gate is None:
         return halves(x, (weights, biases), stacks, (chosen, layer))
-    _check("experts_ffn", x, (gate, up), chosen)
     y = feed_forward(x, stacks, chosen, weights, biases, layer, activation, halves)
     return halves(x, (weights, biases), stacks, (chosen, layer)) if y is None else y
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import device, selection
 from pallas_kernels.activations import SILU, Activation
@@ -30,34 +31,35 @@ STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait fo
 
 
 class Tiles(NamedTuple):
-    """expert  int32 [tiles]; as many as there are experts: nothing is in it
+    """expert  int32 [tiles]; no expert's number: nothing is in it
     pairs   int32 [tiles, rows]: what is in a tile; any pair where nothing is
     places  int32 [pairs]: tile * rows + row of each pair; any where it has no expert
     """
 
     expert: jax.Array
-    pairs: jax.Array
-    places: jax.Array
+    pairs: jax.Array | np.ndarray
+    places: jax.Array | np.ndarray
 
 
 def by_expert(
-    x: jax.Array, weights: tuple[Any, ...], chosen, layer, activation: Activation = SILU
+    x: jax.Array, weights: tuple[Any, ...], chosen, layer, activation: Activation = SILU, zeros: bool = True
 ) -> jax.Array:
     """float32 [*batch, used, N]: of each pair the product with its expert's matrix; of two matrices
     activation(x G.T, x U.T).
 
     x        [*batch, K], the same for all experts of a token, or [*batch, used, K]
     weights  QTensors or LayerStacks
+    zeros    what has no expert is 0; else it may be anything, which saves a decode step a launch
     """
     if len(weights) == 2:
         if (together := same_part(*weights, layer)) is None:
-            return activation(*(by_expert(x, (w,), chosen, layer) for w in weights))
-        return _by_stack(x, together[0], chosen, together[1], activation)
+            return activation(*(by_expert(x, (w,), chosen, layer, zeros=zeros) for w in weights))
+        return _by_stack(x, together[0], chosen, together[1], activation, zeros)
     (w,) = weights
     if isinstance(w, LayerStack):
         # No part is Rows: plan.JOINED.
-        return w.at(layer, lambda part, index: _by_stack(x, (part,), chosen, index, activation))
-    return _by_stack(x, weights, chosen, layer, activation)
+        return w.at(layer, lambda part, index: _by_stack(x, (part,), chosen, index, activation, zeros))
+    return _by_stack(x, weights, chosen, layer, activation, zeros)
 
 
 def each(x: jax.Array, w: Any, layer) -> jax.Array:
@@ -84,10 +86,12 @@ def _each(in_one_launch: bool, x, w: QTensor, index) -> jax.Array:
     if in_one_launch and "most_rows" in kernel.offers:
         tile_rows = min(len(rows), kernel.module.most_rows((w,)))
         tiles = -(-len(rows) // tile_rows)
-        tokens = jnp.minimum(jnp.arange(tiles * tile_rows).reshape(1, tiles, tile_rows), len(rows) - 1)
-        x_rows = (tokens * count + jnp.arange(count)[:, None, None]).reshape(-1, tile_rows)
-        which = jnp.repeat(first + jnp.arange(count), tiles)
-        y = kernel(x.reshape(-1, x.shape[-1]), (w,), which.astype(jnp.int32), x_rows.astype(jnp.int32))
+        # Of numpy, so that they are constants of the program: XLA would make them in launches of their own.
+        tokens = np.minimum(np.arange(tiles * tile_rows).reshape(1, tiles, tile_rows), len(rows) - 1)
+        x_rows = (tokens * count + np.arange(count)[:, None, None]).reshape(-1, tile_rows).astype(np.int32)
+        matrices = np.repeat(np.arange(count, dtype=np.int32), tiles)
+        flat = x.reshape(-1, x.shape[-1])
+        y = kernel(flat, (w,), jnp.asarray(matrices), jnp.asarray(x_rows), first, count)
         y = y.reshape(count, tiles * tile_rows, -1)[:, : len(rows)]
     elif device.platform().startswith("sm_") and count <= STRAIGHT:
         y = jnp.stack([product(rows[:, i], (w,), first + i, None, 0.0, None) for i in range(count)])
@@ -123,14 +127,14 @@ def feed_forward(
     return differentiated(op, exactly)(x, (weights, biases), stacks, indices)
 
 
-def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:
+def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation, zeros: bool) -> jax.Array:
     """by_expert of one stack, or two that are alike; index is into their first axis, None where it is that of
     the experts."""
     known = index if isinstance(index, int) else None
 
     def by(skips: bool):
         return lambda x, weights, indices: _tiled(
-            skips, x, weights, indices[0], indices[1] if known is None else known, activation
+            skips, zeros, x, weights, indices[0], indices[1] if known is None else known, activation
         )
 
     # A branch that is skipped hands what its derivative needs on, whole stacks among it.
@@ -138,8 +142,12 @@ def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation
     return op(x, weights, (chosen, index if known is None else None))
 
 
-def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activation: Activation) -> jax.Array:
-    """skips  tiles in which nothing is are not multiplied"""
+def _tiled(
+    skips: bool, zeros: bool, x, weights: tuple[QTensor, ...], chosen, index, activation: Activation
+) -> jax.Array:
+    """skips  tiles in which nothing is are not multiplied
+    zeros  as of `by_expert`
+    """
     experts = jax.tree.leaves(weights[0].fields)[0].shape[0 if index is None else 1]
     if index is not None:
         flat = lambda field: field.reshape(-1, *field.shape[2:])  # noqa: E731
@@ -153,7 +161,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
     in_one_launch = skips and "most_rows" in kernel.offers
     if in_one_launch:
         most_rows = kernel.module.most_rows(weights)
-    tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
+    tiles = tiles_of(pairs if in_one_launch else jnp.where(valid, pairs, experts), experts, most_rows)
 
     def multiplied(expert, tile_pairs):
         return product(rows[tile_pairs // pairs_of_row], weights, first + expert, None, 0.0, None, activation)
@@ -162,18 +170,20 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
         expert, tile_pairs = item
         if not skips:
             return None, multiplied(jnp.minimum(expert, experts - 1), tile_pairs)
-        zeros = lambda *_: jnp.zeros((len(tile_pairs), n), jnp.float32)  # noqa: E731
-        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, tile_pairs)
+        nothing = lambda *_: jnp.zeros((len(tile_pairs), n), jnp.float32)  # noqa: E731
+        return None, jax.lax.cond(expert < experts, multiplied, nothing, expert, tile_pairs)
 
     if in_one_launch:
-        which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
-        y = kernel(rows, weights, which, tiles.pairs // pairs_of_row, activation)
+        rows_of_tiles = jnp.asarray(tiles.pairs // pairs_of_row)
+        y = kernel(rows, weights, tiles.expert, rows_of_tiles, first, experts, activation)
     elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
         y = jnp.stack([multiplied(expert, tile_pairs) for expert, tile_pairs in each])
     else:
         _, y = jax.lax.scan(tile, None, (tiles.expert, tiles.pairs))
-    y = jnp.where(valid[:, None], y.reshape(-1, n)[tiles.places], 0.0)
+    y = y.reshape(-1, n)
+    y = y if tiles.pairs.shape[1] == 1 else y[tiles.places]  # a tile of one row is a pair
+    y = jnp.where(valid[:, None], y, 0.0) if zeros or not in_one_launch else y
     return y.reshape(*chosen.shape, n)
 
 
@@ -191,12 +201,15 @@ def rows_of_tile(pairs: int, experts: int, most: int = MOST_ROWS) -> int:
 
 
 def tiles_of(experts_of_pairs: jax.Array, experts: int, most_rows: int = MOST_ROWS) -> Tiles:
-    """int32 [pairs] -> their tiles; `experts` itself stands for no expert."""
+    """int32 [pairs] -> their tiles; what is no expert's number stands for none."""
     pairs = experts_of_pairs.size
     rows = rows_of_tile(pairs, experts, most_rows)
+    if rows == 1:  # constants, of numpy: in a decode step each launch of XLA's counts
+        each = np.arange(pairs, dtype=np.int32)
+        return Tiles(experts_of_pairs, each[:, None], each)
     everyone = jnp.arange(pairs, dtype=jnp.int32)
-    if rows == 1:
-        return Tiles(experts_of_pairs, everyone[:, None], everyone)
+    is_one = (experts_of_pairs >= 0) & (experts_of_pairs < experts)
+    experts_of_pairs = jnp.where(is_one, experts_of_pairs, experts)
     order = jnp.argsort(experts_of_pairs, stable=True)
     count = jnp.zeros(experts, jnp.int32).at[experts_of_pairs].add(1, mode="drop")
     begin = jnp.cumsum(count) - count  # of each expert's pairs, sorted

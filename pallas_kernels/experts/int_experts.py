@@ -2,7 +2,8 @@
 matrix, for many tiles (groups.py), each of a few rows and the matrix of its expert, with blocks of its own.
 
     grid      blocks of tile 0 | blocks of tile 1 | ..       a tile's blocks share its matrix's rows
-    experts   of each tile the index into the stack of all layers' experts; below 0: the blocks end at once
+    experts   of each tile its expert, as the router chose it; none of a layer's: the blocks end at once
+    first     where the layer's experts begin in the stack of all layers'
     rows      of each tile the rows of x that it has
 
 A decode step has a tile of one row for each chosen expert. Of many rows an expert has several tiles, and its
@@ -37,38 +38,46 @@ def most_rows(weights: tuple[QTensor, ...]) -> int:
 
 
 def run(
-    x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array,
+    x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array, first, count: int,
     activation: Activation = SILU,
 ) -> jax.Array:  # fmt: skip
-    """`int_experts` of a flat stack: float32 [tiles * rows of a tile, N]."""
+    """`int_experts` of the `count` matrices of a flat stack that begin at `first`: float32 [tiles * rows of a
+    tile, N]."""
     kernel = functools.partial(
         int_experts,
+        count=count,
         format=weights[0].format,
         activation=activation,
         activation_bits=weights[0].products.activation_bits,
     )
     fields = tuple(w.fields for w in weights)
-    y = jax.custom_batching.sequential_vmap(kernel)(x.astype(jnp.float32), fields, experts, rows)
+    y = jax.custom_batching.sequential_vmap(kernel)(
+        x.astype(jnp.float32), fields, experts, rows, jnp.asarray(first, jnp.int32).reshape(1)
+    )  # fmt: skip
     return y[:, : weights[0].shape[0]]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "activation", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("count", "format", "activation", "activation_bits"))
 def int_experts(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
     experts: jax.Array,
     rows: jax.Array,
+    first: jax.Array,
     *,
+    count: int,
     format: str,
     activation: Activation = SILU,
     activation_bits: int = 8,
 ) -> jax.Array:
-    """y[t, r] = W[experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
+    """y[t, r] = W[first + experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
     x        float32 [M, K]
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
-    experts  int32 [tiles]; what of a tile with a number below 0 is returned means nothing
+    experts  int32 [tiles]; what is returned of a tile with a number that is not below `count`, or below 0,
+             means nothing
     rows     int32 [tiles, 1 to 16]
+    first    int32 [1]
     Returns float32 [tiles * rows of a tile, N], N padded to 16. The rest as for `int_decode`.
     """
     columns, (tiles, tile_rows) = x.shape[1], rows.shape
@@ -88,8 +97,14 @@ def int_experts(
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(
-        functools.partial(_body, product),
-        {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
+        functools.partial(_body, product, count),
+        {
+            "weight_gmem": weights,
+            "x_gmem": x,
+            "experts_gmem": experts,
+            "rows_gmem": rows,
+            "first_gmem": first,
+        },
         {"out_gmem": jax.ShapeDtypeStruct((tiles * tile_rows, n_tiles * TILE_ROWS), jnp.float32)},
         name="int_experts",
         blocks=tiles * part.blocks,
@@ -100,7 +115,8 @@ def int_experts(
 
 def _body(
     product: int_decode_plan.IntegerProduct,
-    *, weight_gmem, x_gmem, experts_gmem, rows_gmem, out_gmem, ring_smem, **refs,
+    count: int,
+    *, weight_gmem, x_gmem, experts_gmem, rows_gmem, first_gmem, out_gmem, ring_smem, **refs,
 ):  # fmt: skip
     """Of a block, whose tile its number says."""
     (part,) = product.plan.parts
@@ -116,8 +132,8 @@ def _body(
     def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
-    with lanes.when(share.has_tiles & (expert < 2**31)):  # below 0 is large: numbers have no sign
+    with lanes.when(share.has_tiles & (expert < count)):  # below 0 is large: numbers have no sign
         block = int_decode_block.Block(
             product, share, store, None, load_x, gamma_gmem=None, norm_layer=None, **refs
         )
-        block.run_alone(weight_gmem, expert, ring_smem)
+        block.run_alone(weight_gmem, memory.load(first_gmem, 0) + expert, ring_smem)

@@ -289,8 +289,9 @@ def experts(format, n, k, matrices, tiles, rows):
         (tiles_of(format, n, k, 48 * 128),) * matrices,
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
+        jax.ShapeDtypeStruct((1,), jnp.int32),
     )
-    return functools.partial(int_experts.int_experts, format=format), arguments
+    return functools.partial(int_experts.int_experts, count=128, format=format), arguments
 
 
 def choice_of_experts(count, used, tokens):

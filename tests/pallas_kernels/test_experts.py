@@ -180,7 +180,7 @@ CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, mul
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_in_one_launch_are_their_products(case):
-    """In lockstep; one has no expert, and the stack has two layers."""
+    """In lockstep; two have no expert, and the stack has two layers."""
     format, n, k, matrices, rows, shape, bits, blocks, *others = case
     (activation,) = others or (SILU,)
     rng = np.random.default_rng(n)
@@ -189,21 +189,21 @@ def test_tiles_in_one_launch_are_their_products(case):
     stacks = [drawn(format, (2, EXPERTS, n, k), seed) for seed in range(matrices)]
     experts = rng.integers(0, EXPERTS, shape[0]).astype(np.int32)
     of_tile = rng.integers(0, rows, shape).astype(np.int32)
-    experts[1] = -1
+    experts[1], experts[2:3] = -1, EXPERTS
 
     def flat(w: QTensor) -> QTensor:
         fields = {name: field.reshape(-1, *field.shape[2:]) for name, field in w.fields.items()}
         return w.replace(fields=fields, products=Products(activation_bits=bits))
 
     weights = tuple(flat(w.tiled) for w in stacks)
-    index = np.where(experts < 0, -1, experts + EXPERTS).astype(np.int32)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         assert int_experts.most_rows(weights) == 16
-        got = np.asarray(int_experts.run(x, weights, index, of_tile, activation)).reshape(*shape, n)
+        got = int_experts.run(x, weights, experts, of_tile, EXPERTS, EXPERTS, activation)
+    got = np.asarray(got).reshape(*shape, n)
     chosen = np.repeat(experts[:, None], shape[1], axis=1)
     want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen, activation)
-    valid = experts >= 0
+    valid = (experts >= 0) & (experts < EXPERTS)
     assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])
 
 
