@@ -1,5 +1,6 @@
 """What generated answers look like inside: their activations, read in a second pass."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -34,19 +35,19 @@ def read_answers(
     """
     edited = taps is not None and taps.edit is not None
     stop = None if read.layers is None else max(read.layers) + 1
-    reader = Reader(model, _joined(read, taps) if edited else read, stop)
     whole = [[*prompt, *answer[:-1]] for prompt, answer in zip(prompts, answers, strict=True)]
     out: list[dict[str, np.ndarray]] = [{} for _ in whole]
     shapes = list(batches([len(ids) for ids in whole], batch_tokens(), widths()))
-    reader.prepare((rows, width) for _, rows, width in shapes)
-    for numbers, rows, width in shapes:
-        _, activations = reader.read(*reader.padded([whole[i] for i in numbers], rows, width))
-        each = {site: parallel.fetch(x) for site, x in activations.items()}
-        if edited and read.layers is not None:  # every layer was read
-            each = {site: x[_places(model.config, site, read.layers)] for site, x in each.items()}
-        for row, i in enumerate(numbers):
-            drawn = slice(len(prompts[i]) - 1, len(prompts[i]) - 1 + len(answers[i]))
-            out[i] = {site: np.array(x[:, row, drawn]) for site, x in each.items()}
+    with contextlib.closing(Reader(model, _joined(read, taps) if edited else read, stop)) as reader:
+        reader.prepare((rows, width) for _, rows, width in shapes)
+        for numbers, rows, width in shapes:
+            _, activations = reader.read(*reader.padded([whole[i] for i in numbers], rows, width))
+            each = {site: parallel.fetch(x) for site, x in activations.items()}
+            if edited and read.layers is not None:  # every layer was read
+                each = {site: x[_places(model.config, site, read.layers)] for site, x in each.items()}
+            for row, i in enumerate(numbers):
+                drawn = slice(len(prompts[i]) - 1, len(prompts[i]) - 1 + len(answers[i]))
+                out[i] = {site: np.array(x[:, row, drawn]) for site, x in each.items()}
     return out
 
 

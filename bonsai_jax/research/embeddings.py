@@ -1,5 +1,6 @@
 """One vector for each text."""
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import get_args
 
@@ -45,8 +46,8 @@ def embed_texts(
         raise ValueError(f"pooling is {pooling!r}; it must be {listed}")
     ids = whole_ids(model, texts, "texts")
     out = np.zeros((len(ids), model.config.hidden), np.float32)
-    reader, done = Reader(model), 0
-    with shown(progress, "embedding") as update:
+    done = 0
+    with shown(progress, "embedding") as update, contextlib.closing(Reader(model)) as reader:
         each = list(batches([len(own) for own in ids], batch_tokens(), widths()))
         reader.prepare((rows, width) for _, rows, width in each)
         for numbers, rows, width in each:

@@ -1,5 +1,6 @@
 """Activations of many texts, for dictionaries (SAEs), probes and statistics."""
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -70,10 +71,10 @@ def harvest(
 
 
 def _harvest(model: Model, texts: Iterable, taps: Taps, batch_size, progress) -> Iterator[Harvested]:
-    reader = Reader(model, taps, None if taps.layers is None else max(taps.layers) + 1)
+    opened = Reader(model, taps, None if taps.layers is None else max(taps.layers) + 1)
     most_tokens, most_rows = (batch_tokens(), NO_LIMIT) if batch_size is None else (NO_LIMIT, batch_size)
     total, first = len(texts) if isinstance(texts, Sequence) else 0, 0
-    with shown(progress, "reading") as update:
+    with shown(progress, "reading") as update, contextlib.closing(opened) as reader:
         update(0, total)
         for some in itertools.batched(texts, SORTED_TEXTS):
             ids, done = whole_ids(model, some, "texts"), 0

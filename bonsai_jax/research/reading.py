@@ -14,7 +14,7 @@ from bonsai_jax.decoding.steps import hidden_states
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.engine.prompts import check_room, encode, is_vectors
 from bonsai_jax.model import Model
-from bonsai_jax.network import parallel
+from bonsai_jax.network import kinds, parallel
 from bonsai_jax.network.cache import KVCache, page_count
 from bonsai_jax.network.kinds.state import map_states
 from bonsai_jax.network.parallel import over_mesh
@@ -85,6 +85,11 @@ def widths() -> Sizes:
     return Sizes(4, 4) if platform() == "cpu" else Sizes(8, 2)
 
 
+def is_recurrent(config: ModelConfig) -> bool:
+    """Whether layers keep a state that no token can be taken back from."""
+    return any(kinds.get(mixer.kind).State.recurrent for layer in config.layers for mixer in layer.mixers)
+
+
 class Reader:
     """Reads batches of sequences through the first layers of a model.
 
@@ -104,11 +109,12 @@ class Reader:
         self._config = dataclasses.replace(config, layers=config.layers[:stop], draft=None)
         self._room = _Room(0, 0, 0)
         self._cache: KVCache | None = None
+        self._programs: Programs | None = None
         self._width = 0  # of the batch that was read last
 
     def prepare(self, shapes: Iterable[tuple[int, int]], branches: Iterable[tuple[int, int]] = ()) -> None:
-        """Make room for batches of these shapes, (rows, width) as `padded` has them, and for batches of what
-        is read behind them, and begin to compile their programs in other threads."""
+        """Allocate a cache that holds batches of these shapes, (rows, width), followed by any of `branches`,
+        the shapes given to `read_behind`, and start compiling the programs in background threads."""
         data = placement.size(self.model.mesh, placement.DATA)
         shapes, branches = (
             [(self._rows(rows), width) for rows, width in some] for some in (shapes, branches)
@@ -119,10 +125,16 @@ class Reader:
         pages += max((rows * self._behind_pages(width) for rows, width in last), default=0)
         longest = max((w for _, w in each), default=0) + max((w for _, w in last), default=0)
         room = _Room(max((rows for rows, _ in each), default=0), pages, page_count(longest, size))
-        self._make(room)
+        programs = self._make(room)
         for rows, width in dict.fromkeys([*each, *last]):
             tokens, lengths = self.padded([], rows * data, width)
-            self._programs.compile(self._call(tokens, lengths, *self._whole(*tokens.shape)))
+            programs.compile(self._call(tokens, lengths, *self._whole(*tokens.shape)))
+
+    def close(self) -> None:
+        """Free the cache, and compile no more."""
+        if self._programs is not None:
+            self._programs.close()
+        self._cache, self._programs, self._room = None, None, _Room(0, 0, 0)
 
     def padded(
         self, ids: Sequence[Sequence[int]], rows: int, width: int
@@ -175,7 +187,7 @@ class Reader:
         return placement.padded_rows(rows, self.model.mesh)
 
     def _behind_pages(self, width: int) -> int:
-        """Pages for so many tokens that begin anywhere in the first."""
+        """The most pages that so many tokens take, wherever in a page the first of them lies."""
         return page_count(width + self.model.run.page_size - 1, self.model.run.page_size)
 
     def _fits(self, rows: int, width: int) -> bool:
@@ -183,19 +195,21 @@ class Reader:
         own = rows // placement.size(self.model.mesh, placement.DATA)
         return own <= self._room.rows and own * each <= self._room.pages and each <= self._room.table
 
-    def _make(self, needed: "_Room") -> None:
+    def _make(self, needed: "_Room") -> Programs:
         """A cache that has what is needed, in powers of two: calls share few sizes, and so their programs."""
         both = zip(self._room, needed, strict=True)
         room = _Room(*(max(have, 1 << (need - 1).bit_length()) for have, need in both))
-        if room == self._room and self._cache is not None:
-            return
-        self._cache, self._room = None, room  # the old one's memory is free before there is a new one
+        if room == self._room and self._programs is not None:
+            return self._programs
+        self.close()  # the old cache's memory is free before there is a new one
+        self._room = room
         model, data = self.model, placement.size(self.model.mesh, placement.DATA)
         self._cache = parallel.empty_cache(
             self._config, model.run, room.rows * data, room.table * model.run.page_size, model.mesh,
             room.pages * data, rewinds=True,
         )  # fmt: skip
         self._programs = Programs(model, self._cache)
+        return self._programs
 
     def _whole(self, rows: int, width: int) -> tuple[Int[np.ndarray, "B 5"], Int[np.ndarray, "B P"]]:
         """Places and pages of sequences that begin with their first token: row after row, on each device."""
@@ -212,6 +226,7 @@ class Reader:
         return Call(name, reading_program, arrays, (self.model.config,), self.options)
 
     def _run(self, *arrays: np.ndarray) -> tuple[jax.Array, dict[str, jax.Array]]:
+        assert self._programs is not None  # `read` has prepared
         call = self._call(*arrays)
         program, placed = self._programs.get(call), call.placed(self.model.mesh)
         hidden, self._cache, activations = program(self.model.params, self._cache, *placed)

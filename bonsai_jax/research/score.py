@@ -7,6 +7,7 @@ A recurrent state cannot go back to the end of a prompt, so models that have one
 The output matrix is applied to the tokens before those that are scored, and to no others.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections import deque
@@ -27,11 +28,11 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research.batches import NO_LIMIT, batches
-from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids, widths
+from bonsai_jax.research.reading import Reader, batch_tokens, is_recurrent, whole_ids, widths
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
-BEHIND = 4  # times the tokens of a batch is what the cache has room for behind its rows
+BRANCH_ROOM = 4  # times the tokens of a batch: the cache's room for continuations of its rows
 
 Ids = Sequence[int]
 
@@ -76,14 +77,15 @@ def score(
         raise TypeError(f"model is a {type(model).__name__}; give what bj.load returns")
     items = _items(model, prompts, continuations)
     alone = placement.size(model.mesh, placement.DATA) > 1  # rows of other devices' pages cannot be copied
-    rows = list(_rows(items, alone, rewinds=not model.config.groups("delta_net")))
+    rows = list(_rows(items, alone, rewinds=not is_recurrent(model.config)))
     flat = [Results(own) for _, each in items for own in each]
-    reader, pending = Reader(model), deque[list[_Pending]]()
-    plan = _plan(reader, rows)
-    reader.prepare([batch.shape for batch in plan], [own.shape for batch in plan for own in batch.branches])
-    done = 0
-    with shown(progress, "scoring") as update:
+    pending, done = deque[list[_Pending]](), 0
+    with shown(progress, "scoring") as update, contextlib.closing(Reader(model)) as reader:
         update(done, len(rows))
+        plan = _plan(reader, rows)
+        reader.prepare(
+            [batch.shape for batch in plan], [own.shape for batch in plan for own in batch.branches]
+        )
         for batch in plan:
             pending.append(_read_batch(reader, batch))
             if len(pending) > 1:  # the device has work while results are fetched
@@ -227,7 +229,7 @@ def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool, rewinds: 
 
 
 def _plan(reader: Reader, rows: list[Row]) -> list[_Batch]:
-    """Rows in batches, each with the batches of what is read behind its rows."""
+    """The batches to read, each with the batches of continuations that follow it."""
     plan = []
     for numbers, count, width in _batches([len(row.tokens) for row in rows]):
         batch = [rows[i] for i in numbers]
@@ -235,7 +237,7 @@ def _plan(reader: Reader, rows: list[Row]) -> list[_Batch]:
         sizes, continued = [len(ids) - 1 for *_, ids in branches], []
         if sizes:
             each = reader.tokens_behind(widths().padded(max(sizes)))
-            most_rows = max(1, BEHIND * batch_tokens() // each)
+            most_rows = max(1, BRANCH_ROOM * batch_tokens() // each)
             for some, branch_rows, branch_width in _batches(sizes, most_rows):
                 continued.append(_Branches([branches[i] for i in some], (branch_rows, branch_width)))
         plan.append(_Batch(batch, (count, width), continued))
@@ -295,7 +297,8 @@ def _score_targets(model: Model, hidden: jax.Array, by_row: list[list[Target]]) 
 
 
 def _scored(count: int) -> int:
-    """The number of tokens that so many are padded to: on a GPU one number, as time is in compiling."""
+    """How many tokens are scored for this many: on a CPU the next power of two; on a GPU always the same
+    number, because compiling another program takes longer than scoring."""
     most = scored_tokens()
     return min(most, max(4, 1 << (count - 1).bit_length())) if platform() == "cpu" else most
 

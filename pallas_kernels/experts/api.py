@@ -188,9 +188,8 @@ def experts_ffn(
     def halves(x, summed, stacks, indices):
         (gate, up, down), (weights, biases), (chosen, index) = stacks, summed, indices
         index = layer if index is None else index
-        first, last = (None, None) if biases is None else (biases[:2], biases[2])
-        hidden = _hidden(x, gate, up, chosen, index, activation, first, zeros=False)
-        return experts_matmul(hidden, down, chosen, weights, index, last)
+        hidden = _hidden(x, gate, up, chosen, index, activation, biases and biases[:2], zeros=False)
+        return experts_matmul(hidden, down, chosen, weights, index, biases and biases[2])
 
     stacks = gate, up, down
     _check("experts_ffn", x, (up,) if gate is None else (gate, up), chosen)

@@ -32,9 +32,9 @@ NEW = 12
 
 
 def every(daily: str):
-    """All architectures, of which one runs daily. Those of the four tests have together every kind of layer:
-    granitehybrid Mamba 2 and experts, lfm2 a short convolution, nemotron_h a feed-forward without a gate,
-    qwen35 a delta net."""
+    """All architectures, of which one runs daily. Those of the five tests have together every kind of layer:
+    granitehybrid Mamba 2 and experts, falcon_h1 two mixers side by side, lfm2 a short convolution, nemotron_h
+    a feed-forward without a gate, qwen35 a delta net."""
     params = [name if name == daily else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
     return pytest.mark.parametrize("name", params)
 
@@ -98,6 +98,17 @@ def test_generate_the_engine_and_single_steps_write_the_same_text(name):
             answers = [answer.result() for answer in answers]
             assert [answer.tokens for answer in answers] == outputs
             assert answers[-1].cached_tokens >= cached
+
+
+@every("falcon_h1")
+def test_scores_are_those_of_each_text_alone(name):
+    """Also of continuations that differ after a token or two: a recurrent state has read those by then."""
+    own, prompt = model(name), PROMPTS[1]
+    endings = [[7, 8, 9, 10], [7, 8, 11], [7, 12, 13, 14, 15], [16, 17]]
+    for ending, scored in zip(endings, bj.score(own, [prompt], [endings])[0], strict=True):
+        logits = bj.logits(own, prompt + ending)[len(prompt) - 1 : -1]
+        want = jax.nn.log_softmax(logits, axis=-1)[np.arange(len(ending)), ending]
+        np.testing.assert_allclose(scored.token_logprobs, want, atol=1e-3)
 
 
 @every("nemotron_h")

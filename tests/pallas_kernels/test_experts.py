@@ -188,7 +188,7 @@ def test_tiles_in_one_launch_are_their_products(case):
     x[:, ::16] = 127 / 64  # the largest of every group: 8 bits hold all
     stacks = [drawn(format, (2, EXPERTS, n, k), seed) for seed in range(matrices)]
     experts = rng.integers(0, EXPERTS, shape[0]).astype(np.int32)
-    of_tile = rng.integers(0, rows, shape).astype(np.int32)
+    tile_rows = rng.integers(0, rows, shape).astype(np.int32)
     experts[1], experts[2:3] = -1, EXPERTS
 
     def flat(w: QTensor) -> QTensor:
@@ -199,10 +199,10 @@ def test_tiles_in_one_launch_are_their_products(case):
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         assert int_experts.most_rows(weights) == 16
-        got = int_experts.run(x, weights, experts, of_tile, EXPERTS, EXPERTS, activation)
+        got = int_experts.run(x, weights, experts, tile_rows, EXPERTS, EXPERTS, activation)
     got = np.asarray(got).reshape(*shape, n)
     chosen = np.repeat(experts[:, None], shape[1], axis=1)
-    want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen, activation)
+    want = expected(x[tile_rows], [w.dense[1] for w in stacks], chosen, activation)
     valid = (experts >= 0) & (experts < EXPERTS)
     assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])
 

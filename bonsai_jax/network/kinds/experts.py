@@ -244,9 +244,9 @@ def _chosen_experts(
     how = {"activation": sizes.activation}
     if "hidden" not in place.taps:
         return experts_ffn(n, w.gate, w.up, w.down, chosen, weights, layer, biases=biases, **how)
-    first, last = (None, None) if biases is None else (biases[:2], biases[2])
-    hidden = experts_gated(n, w.gate, w.up, chosen, layer, biases=first, **how)
-    return experts_matmul(place.tapped("hidden", hidden), w.down, chosen, weights, layer, last)
+    hidden = experts_gated(n, w.gate, w.up, chosen, layer, biases=biases and biases[:2], **how)
+    hidden = place.tapped("hidden", hidden)
+    return experts_matmul(hidden, w.down, chosen, weights, layer, biases and biases[2])
 
 
 def _shared_expert(place: Place, n: Float[Array, "B T H"], y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
