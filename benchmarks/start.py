@@ -73,7 +73,7 @@ def main() -> None:
     )
     parser.add_argument("-m", "--model", default="demo")
     parser.add_argument("-n", "--new", type=int, default=256, help="tokens of the stream")
-    parser.add_argument("-b", "--batch-size", type=int, default=8)
+    parser.add_argument("-b", "--batch-size", type=int, default=0, help="default: the library's")
     parser.add_argument("--cache-dtype", help="of keys and values; default: the library's")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--commit", help="for a checkout without history")
@@ -87,6 +87,7 @@ def main() -> None:
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": folder}
         environment.pop("JAX_COMPILATION_CACHE_DIR")
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command line does
         environment["PYTHONPYCACHEPREFIX"] = str(Path(folder) / "bytecode")
         if (hub := Path.home() / ".cache" / "huggingface").exists():
             environment.setdefault("HF_HOME", str(hub))
