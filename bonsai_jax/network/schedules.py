@@ -12,6 +12,7 @@ refusals of pallas_kernels.
 import dataclasses
 from typing import Any
 
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds
 from bonsai_jax.weights.records import LoadPlan
 from pallas_kernels import device, problems, selection
@@ -73,7 +74,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
 
     layers = tuple(tuple(layer_products(n)) for n in range(config.num_layers if joined else 0))
     decode, _ = config.attention.problems(run)
-    experts, only = config.experts, config.layers[0].channels
+    experts, only, mixed = config.experts, config.layers[0].channels, _mixed(config)
     return problems.Step(
         device.platform(),
         1,
@@ -85,9 +86,11 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=plan.placement.axis is not None,
         widths=tuple(mixer.output_width for layer in config.layers for mixer in layer.mixers),
-        plain=len({layer.mixer for layer in config.layers}) == 1 and config.attention.plain,
+        plain=len({layer.mixer for layer in config.layers}) == 1
+        and config.attention.plain
+        and not any((vector.kind, vector.array) in mixed for vector in plan.vectors),
         folded=folded,
-        post_norms=any(vector.array == "post_norm" for vector in plan.vectors),
+        post_norms=bool(_normed(plan, "post_norm")),
         unknown=_unknown(plan),
     )
 
@@ -104,6 +107,8 @@ def _unknown(plan: LoadPlan) -> tuple[str, ...]:
     """Settings and arrays of a model that no fused launch was written for. Those of layers: kinds' FUSED."""
     config, fused = plan.config, [kind for kind in plan.config.kinds if kinds.get(kind).PRODUCTS]
     known = {kind: {*kinds.get(kind).PRODUCTS, *kinds.get(kind).FUSED} for kind in fused}
+    for kind, name in _mixed(config):
+        known[kind].add(name)
     names = _set_beside(config, MODEL)
     for layer in dict.fromkeys(config.layers):
         names += _set_beside(layer, LAYER)
@@ -115,9 +120,22 @@ def _unknown(plan: LoadPlan) -> tuple[str, ...]:
         ]
     arrays = [(one.kind, one.group, one.array) for one in (*plan.stacks, *plan.vectors)]
     names += [array for kind, _, array in arrays if kind in known and array not in known[kind]]
-    groups = [(kind, group) for kind in fused for group in range(len(config.groups(kind)))]
-    names += ["no norm" for group in groups if (*group, "norm") not in arrays]
+    groups = {(kind, group) for kind in fused for group in range(len(config.groups(kind)))}
+    before, after = _normed(plan, "norm"), _normed(plan, "post_norm")
+    names += ["no norm"] * (not groups <= before | after)
+    names += ["norms after some halves alone"] * (bool(after) and not groups <= after)
     return tuple(dict.fromkeys(names))
+
+
+def _mixed(config: ModelConfig) -> set[tuple[str, str]]:
+    """(kind, setting or array): of what mixes tokens, what it takes notice of between its products (MIXED)."""
+    mixers = {half.kind for layer in config.layers for half in layer.mixers}
+    return {(kind, name) for kind in mixers if kinds.get(kind).PRODUCTS for name in kinds.get(kind).MIXED}
+
+
+def _normed(plan: LoadPlan, array: str) -> set[tuple[str | None, int]]:
+    """The kinds and groups that have a norm of this name."""
+    return {(vector.kind, vector.group) for vector in plan.vectors if vector.array == array}
 
 
 def _set_beside(settings: Any, known: set[str]) -> list[str]:

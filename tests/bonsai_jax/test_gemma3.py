@@ -108,14 +108,15 @@ def test_each_layer_has_its_window_and_its_rope():
     assert {layer.mixer.softcap for layer in config.layers} == {50.0} and config.logit_softcap == 30.0
 
 
-def test_on_a_gpu_kernels_attend_and_no_step_is_fused(monkeypatch):
-    """Windows and softcaps run in kernels; norms after both halves are in no fused launch."""
+def test_on_a_gpu_kernels_attend_and_one_launch_has_all_products_of_a_layer(monkeypatch):
+    """Windows and softcaps are attention's own; only this launch has norms after both halves."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     for name in NAMES:
         description = architectures.describe(open_checkpoint(f"synth:{name}:q4_k"))
         run = load_plans.resolve(description, bj.RunConfig(weights="packed", cache_dtype="float16"))
         step = schedules.step_plan(load_plans.planned(description, run))
-        assert {step.schedule(rows) for rows in (1, 2, 8, 16, 64)} == {"launches"} and step.unrolled
+        assert {step.schedule(rows) for rows in (1, 2)} == {"layer_products"} and step.unrolled
+        assert {step.schedule(rows) for rows in (3, 8, 16, 64)} == {"launches"}
         for group in description.config.groups("attention"):
             assert group.settings.kernels(run) == ("decode", "prefill_sm90")
 

@@ -44,6 +44,34 @@ def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
     assert kl < 1e-6
 
 
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma3", "tiny-gemma2", "tiny-glm4", "tiny-olmo2", "tiny-olmo3", "tiny-exaone4"]
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_norms_of_what_is_added_are_those_of_launches(name, rows):
+    """But for 22 bits of mantissa, as above, and norms that each block makes for itself."""
+    ids = np.random.default_rng(8).integers(0, 256, (rows, 70))  # some windows are 48 keys
+    load = lambda **options: bj.load(f"synth:{name}:q4_k_m", bj.RunConfig(**options))  # noqa: E731
+    kl = kl_of_schedules(load, "layer_products", ids).max()
+    print(f"{name}, {rows} rows: KL {kl:.1e}")
+    assert kl < 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["layer_products", "launches"])
+def test_layers_of_two_groups_do_not_take_each_others_partial_results(schedule):
+    """After so many keys that blocks share a row's keys out. Layers with a rope and without one are groups of
+    their own, and the fourth with a rope follows the first without one: their indices agree modulo 3."""
+    ids = np.random.default_rng(9).integers(0, 256, 420).tolist()
+    run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
+    kernels = bj.load("synth:tiny-smollm3:q4_k_m", run)
+    assert kernels.params.step.schedule(1) == schedule
+    exact = dataclasses.replace(run, impl="reference", schedule="auto")
+    exact = bj.logits(bj.load("synth:tiny-smollm3:q4_k_m", exact), ids)
+    kl = divergence(log_softmax(exact), log_p_of_steps(kernels, [ids])[0])[-200:].max()
+    print(f"{schedule}: KL {kl:.2e}")
+    assert kl < 1e-4
+
+
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
 @pytest.mark.parametrize(
     ("format", "bits", "most"), [("q1_0", 8, 5e-3), ("q1_0", 16, 2e-4), ("q4_k_m", 8, 2e-4)]
