@@ -128,7 +128,7 @@ def _unknown(plan: LoadPlan) -> tuple[str, ...]:
 
 
 def _mixed(config: ModelConfig) -> set[tuple[str, str]]:
-    """(kind, setting or array): of what mixes tokens, what it takes notice of between its products (MIXED)."""
+    """(kind, setting or array) that what mixes tokens takes notice of between its products (kinds' MIXED)."""
     mixers = {half.kind for layer in config.layers for half in layer.mixers}
     return {(kind, name) for kind in mixers if kinds.get(kind).PRODUCTS for name in kinds.get(kind).MIXED}
 

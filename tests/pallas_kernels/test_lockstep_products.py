@@ -131,8 +131,8 @@ NORMED_AFTER = [
 
 @pytest.mark.parametrize("case", NORMED_AFTER, ids=str)
 def test_a_norm_of_what_is_added_is_in_the_launch(case):
-    """Against int_decode launched one by one, and norms and sums in float64. A sum may differ in its last bit,
-    and then be rounded to the neighbouring code: with 16 bits some are, by 1 / 32639 of the largest."""
+    """Against int_decode launched one by one, and norms and sums in float64. A sum may differ in its last
+    bit, and then be rounded to the neighbouring code: with 16 bits some are, by 1 / 32639 of the largest."""
     rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, normed = case
     rng = np.random.default_rng(hidden + ffn)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
