@@ -99,7 +99,10 @@ def layer_products(
         y, state, workspace = kinds.get(kind).mix(made, x, place, cache.states[kind][group], spaces.get(at))
         cache = cache.with_state(kind, group, state)
         spaces = spaces if workspace is None else {**spaces, at: workspace}
-        index, post_norms = place_index(place_of(number, config.mlp)), None
+        index, post_norms, scale = place_index(place_of(number, config.mlp)), None, None
+        if (output := config.layers[number].output) is not None:
+            after = place_of(number, output)
+            scale = OfLayer(after.weights.scale, place_index(after))
         if normed_after:  # both: problems.Step
             after_mixer = OfLayer(place.weights.post_norm, place_index(place))
             post_norms = after_mixer, OfLayer(channels.post_norm, index)
@@ -121,6 +124,7 @@ def layer_products(
             rounded,
             config.mlp.activation,
             post_norms,
+            scale,
         )
         x, made = x[:, None], None if made is None else made[:, None]
     return x, cache

@@ -53,7 +53,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         for array in kinds.get(kind).PRODUCTS or ()
     ]
     channels = {layer.channels for layer in config.layers}
-    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS for kind in config.kinds)
+    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS is not None for kind in config.kinds)
     joined = joined and all(key in stacks for key in used)
     members = [member for key in used if joined for member in stacks[key].members]
     matrices = [piece.matrix for key in used if joined for piece in stacks[key].pieces]
@@ -86,7 +86,8 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=plan.placement.axis is not None,
         widths=tuple(mixer.output_width for layer in config.layers for mixer in layer.mixers),
-        plain=len({layer.mixer for layer in config.layers}) == 1
+        plain=len({(layer.mixer, layer.output) for layer in config.layers}) == 1
+        and config.layers[0].output is None
         and config.attention.plain
         and not any((vector.kind, vector.array) in mixed for vector in plan.vectors),
         folded=folded,
@@ -100,12 +101,12 @@ MODEL = {
     "architecture", "hidden", "vocab_size", "context_length", "rms_norm_eps", "layers", "embedding_scale",
     "logit_scale", "logit_softcap", "skipped", "draft",
 }  # fmt: skip
-LAYER = {"mixer", "channels"}
+LAYER = {"mixer", "channels", "output"}
 
 
 def _unknown(plan: LoadPlan) -> tuple[str, ...]:
     """Settings and arrays of a model that no fused launch was written for. Those of layers: kinds' FUSED."""
-    config, fused = plan.config, [kind for kind in plan.config.kinds if kinds.get(kind).PRODUCTS]
+    config, fused = plan.config, [k for k in plan.config.kinds if kinds.get(k).PRODUCTS is not None]
     known = {kind: {*kinds.get(kind).PRODUCTS, *kinds.get(kind).FUSED} for kind in fused}
     for kind, name in _mixed(config):
         known[kind].add(name)
@@ -120,10 +121,12 @@ def _unknown(plan: LoadPlan) -> tuple[str, ...]:
         ]
     arrays = [(one.kind, one.group, one.array) for one in (*plan.stacks, *plan.vectors)]
     names += [array for kind, _, array in arrays if kind in known and array not in known[kind]]
-    groups = {(kind, group) for kind in fused for group in range(len(config.groups(kind)))}
-    before, after = _normed(plan, "norm"), _normed(plan, "post_norm")
-    names += ["no norm"] * (not groups <= before | after)
-    names += ["norms after some halves alone"] * (bool(after) and not groups <= after)
+    halves = [kind for kind in fused if kinds.get(kind).PRODUCTS]
+    groups = {(kind, group) for kind in halves for group in range(len(config.groups(kind)))}
+    before, after = _normed(plan, "norm") & groups, _normed(plan, "post_norm") & groups
+    names += ["no norm"] * (before | after != groups)
+    names += ["norms after some halves alone"] * (bool(after) and after != groups)
+    names += ["scaled outputs of layers"] * (not after and any(layer.output for layer in config.layers))
     return tuple(dict.fromkeys(names))
 
 

@@ -61,6 +61,7 @@ def layer_products(
     workspace: jax.Array,
     rotations: tuple[Rotation | None, ...] | None = None,
     post_norms: tuple[jax.Array, jax.Array] | None = None,
+    scale: jax.Array | None = None,
     *,
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
@@ -80,6 +81,7 @@ def layer_products(
     workspace  int32 [workspace_words], zeros before the first launch
     rotations  of the inputs of each, all or none; None for none
     post_norms  of what o and down make, float32 [1, hidden] each; None for none. Not with rotations
+    scale      float32 [1, 1]: with post norms x is multiplied by it in the end; None for 1
     formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
     rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
@@ -114,8 +116,8 @@ def layer_products(
         functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
-            "post_norm_gmem": post_norms, "flips_gmem": tuple(r and r.flips for r in rotations),
-            "layer_gmem": layer, "workspace": ref,
+            "post_norm_gmem": post_norms, "scale_gmem": scale,
+            "flips_gmem": tuple(r and r.flips for r in rotations), "layer_gmem": layer, "workspace": ref,
         },
         results,
         name="layer_products",
@@ -128,13 +130,14 @@ def layer_products(
     if post_norms is not None:  # nobody reads all of what the last down makes
         x, z = out
         out = x + rms_norm(z, post_norms[1][0], eps)
+        out = out if scale is None else out * scale
     return out, None, jax.freeze(ref)
 
 
 def _body(
     planned: Planned, rounded: tuple[bool, ...], rotations: list, *, weight_gmem, attended_gmem, x_gmem,
-    norm_gmem, post_norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None,
-    z_gmem=None, rotated_smem=None, stream_smem=None, post_squares_smem=None, **refs,
+    norm_gmem, post_norm_gmem, scale_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem,
+    qkv_gmem=None, z_gmem=None, rotated_smem=None, stream_smem=None, post_squares_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
     products = planned.products
@@ -191,8 +194,9 @@ def _body(
     post_norms: dict[int, PostNorm] = {}
     if post_norm_gmem is not None:
         stream = ResidualStream(
-            post_norm_gmem, x_gmem, x_out_gmem, stream_smem, post_squares_smem, hidden, len(products) == 4
-        )
+            post_norm_gmem, scale_gmem, x_gmem, x_out_gmem, stream_smem, post_squares_smem, hidden,
+            following=len(products) == 4,
+        )  # fmt: skip
         residuals, post_norms = {}, {1: stream.after_o, 3: stream.after_down}
         shares[1] = with_idle_blocks(shares[1])
 

@@ -42,6 +42,7 @@ def run(
     rounded: tuple[bool, bool, bool],
     activation: Activation = SILU,
     post_norms: tuple[OfLayer, OfLayer] | None = None,
+    scale: OfLayer | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """`layer_products` of a model's stacks.
 
@@ -50,6 +51,7 @@ def run(
                last layer
     rounded    `rounded_vectors` of the model
     post_norms  the norms after o and after down; None: there are none
+    scale      of the layer's output, with post norms; None: it has none
     Returns x and what the following product gives, or None, and the workspace.
     """
     norm, gate, up, down = ffn
@@ -71,7 +73,7 @@ def run(
     number = jnp.asarray(layer, jnp.int32).reshape(1)
     after = post_norms and tuple(norm.gamma for norm in post_norms)
     x, made, workspace = jax.custom_batching.sequential_vmap(kernel)(
-        mixed, x, weights, tuple(gammas), number, workspace, rotations, after
+        mixed, x, weights, tuple(gammas), number, workspace, rotations, after, scale and scale.gamma
     )
     return x, None if following is None else made[:, : following[1].stack.shape[0]], workspace
 

@@ -1,7 +1,8 @@
 """The residual stream of layer_products.py where norms follow o and down: every block has all of it.
 
     x' = x + norm(y)      made by those that read y, for gate and up; in shared memory from there on
-    x  = x' + norm(z)     made by those that read z, for the next q, k and v; the first block stores it
+    x  = x' + norm(z)     made by those that read z, for the next q, k and v; the first block stores it. Times
+                          a number, where layers' outputs are scaled
 
 Behind the last layer nobody reads z, and the first block stores x'.
 """
@@ -19,13 +20,15 @@ from pallas_kernels.matmul.int_mma.decode_ring import Share
 
 @dataclasses.dataclass(frozen=True)
 class ResidualStream:
-    """gammas, x_gmem, x_out_gmem   refs: of the norms after o and after down, and of x before and after
+    """gammas, scale_gmem   refs: of the norms after o and after down, and of x's scale [1, 1], or None
+    x_gmem, x_out_gmem   of x before and after
     stream_smem, post_squares_smem  float32 [rows x hidden] and [rows x warps] of a block
     hidden     the stream's width
     following  whether the launch makes the next q, k and v
     """
 
     gammas: tuple[Any, Any]
+    scale_gmem: Any
     x_gmem: Any
     x_out_gmem: Any
     stream_smem: Any
@@ -40,7 +43,8 @@ class ResidualStream:
 
     @property
     def after_down(self) -> PostNorm:
-        return PostNorm(self.gammas[1], self._from_shared, self._to_result, self.post_squares_smem)
+        squares, scale = self.post_squares_smem, self.scale_gmem
+        return PostNorm(self.gammas[1], self._from_shared, self._to_result, squares, scale)
 
     def _from_shared(self, places: list) -> list[list]:
         begins = [row * self.hidden + column for row, column in places]

@@ -117,15 +117,15 @@ def test_products_in_one_launch_are_those_of_launches(case):
 
 
 # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits, and
-# whether norms come before products too
+# whether norms come before products too, and layers' outputs are scaled
 NORMED_AFTER = [
-    (1, 512, 1024, 256, "q4_k", "q4_k", "q6_k", [("q4_k", 256), ("q6_k", 64)], 8, 8, True),
-    (1, 512, 768, 512, "q2_k", "q2_k", "q2_k", None, 5, 8, True),  # the last layer
-    (2, 512, 256, 256, "q4_k", "q4_k", "q4_k", [("q4_k", 768)], 40, 8, True),  # blocks without gate and up
-    (1, 4352, 256, 256, "q2_k", "q4_k", "q2_k", [("q2_k", 64)], 40, 8, True),  # two steps of a warp
-    (3, 512, 512, 256, "q6_k", "q3_k", "q5_0", [("q8_0", 96)], 4, 16, True),
-    (1, 512, 512, 256, "q4_k", "iq4_xs", "q8_0", [("q4_k", 128)], 7, 8, False),
-    (2, 256, 512, 512, "q3_k", "q4_k", "q4_k", None, 6, 8, False),
+    (1, 512, 1024, 256, "q4_k", "q4_k", "q6_k", [("q4_k", 256), ("q6_k", 64)], 8, 8, True, True),
+    (1, 512, 768, 512, "q2_k", "q2_k", "q2_k", None, 5, 8, True, True),  # the last layer
+    (2, 512, 256, 256, "q4_k", "q4_k", "q4_k", [("q4_k", 768)], 40, 8, True, False),  # blocks without gate
+    (1, 4352, 256, 256, "q2_k", "q4_k", "q2_k", [("q2_k", 64)], 40, 8, True, False),  # two steps of a warp
+    (3, 512, 512, 256, "q6_k", "q3_k", "q5_0", [("q8_0", 96)], 4, 16, True, False),
+    (1, 512, 512, 256, "q4_k", "iq4_xs", "q8_0", [("q4_k", 128)], 7, 8, False, False),
+    (2, 256, 512, 512, "q3_k", "q4_k", "q4_k", None, 6, 8, False, False),
 ]  # fmt: skip
 
 
@@ -133,7 +133,7 @@ NORMED_AFTER = [
 def test_a_norm_of_what_is_added_is_in_the_launch(case):
     """Against int_decode launched one by one, and norms and sums in float64. A sum may differ in its last
     bit, and then be rounded to the neighbouring code: with 16 bits some are, by 1 / 32639 of the largest."""
-    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, normed = case
+    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, normed, scaled = case
     rng = np.random.default_rng(hidden + ffn)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shapes = [[[(o, hidden, width)]], [[(gate_up, ffn, hidden)] * 2], [[(down, hidden, ffn)]]]
@@ -150,6 +150,7 @@ def test_a_norm_of_what_is_added_is_in_the_launch(case):
     formats = tuple(tuple(matrices[0][0] for matrices in parts) for parts in shapes)
     gammas = [1 + 0.1 * draw(1, hidden) if normed and number % 2 else None for number in range(len(weights))]
     after = tuple(0.1 + np.abs(draw(1, hidden)) for _ in range(2))
+    scale = np.full((1, 1), 0.75, np.float32) if scaled else None
     attended, x = draw(rows, width), draw(rows, hidden)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     words = layer_products.workspace_words(rows, hidden, ffn)
@@ -159,7 +160,7 @@ def test_a_norm_of_what_is_added_is_in_the_launch(case):
         assert planned is not None
         got = layer_products.layer_products(
             attended, x, weights, tuple(gammas), np.array([4], np.int32), np.zeros(words, np.int32), None,
-            after, formats_of=formats, eps=EPS, bits=bits, activation=GELU_TANH,
+            after, scale, formats_of=formats, eps=EPS, bits=bits, activation=GELU_TANH,
         )  # fmt: skip
 
         @mock.patch.object(int_decode_plan, "BLOCK_WARPS", (planned.products[0].plan.warps,))
@@ -175,7 +176,7 @@ def test_a_norm_of_what_is_added_is_in_the_launch(case):
             return (x + gamma * y / np.sqrt(np.mean(y**2, -1, keepdims=True) + EPS)).astype(np.float32)
 
         x = summed(x, alone(0, attended), after[0])
-        x = summed(x, alone(2, alone(1, x)), after[1])
+        x = summed(x, alone(2, alone(1, x)), after[1]) * (0.75 if scaled else 1)
         near(got[0], x, 1e-6 if bits == 8 else 1e-5)
         if qkv:
             near(sent_word(got[1]), alone(3, got[0]))

@@ -26,12 +26,14 @@ class PostNorm(NamedTuple):
     load_x        [(row, column)] -> of each the 8 float32 of x from that column on
     keep          (8 float32 of the sum, row, column): store them, as whoever needs the sum again wants it
     squares_smem  float32 [rows x warps], where the warps' sums of squares meet
+    scale_gmem    float32 [1, 1], by which the sum is multiplied; None for 1
     """
 
     gamma_gmem: jax.Array
     load_x: Callable[[list], list[list]]
     keep: Callable[[list, Any, Any], None]
     squares_smem: Any
+    scale_gmem: Any = None
 
 
 class SummedActivations(NamedTuple):
@@ -46,16 +48,19 @@ class SummedActivations(NamedTuple):
         columns = self.added.columns(self.added.steps_at(s))
         gammas = eights(self.post_norm.gamma_gmem, [(integer(0), column) for column in columns])
         x = self.post_norm.load_x([(row, columns[u]) for u, row in self.added.places])
-        return gammas, x, self.added.load(s)
+        scale = None if self.post_norm.scale_gmem is None else memory.load(self.post_norm.scale_gmem, 0, 0)
+        return gammas, x, scale, self.added.load(s)
 
     def store(self, first_pass, q, stats) -> list:
         """As WarpActivations has it, of the sum."""
-        gammas, x, (step, y, norm_gammas) = first_pass
+        gammas, x, scale, (step, y, norm_gammas) = first_pass
         factors, columns = self._factors(y), self.added.columns(step)
         sums = {}
         for (u, row), x_8 in zip(self.added.places, x, strict=True):
             terms = zip(x_8, y[u, row], gammas[u], strict=True)
             sums[u, row] = [a + gamma * (b * factors[row]) for a, b, gamma in terms]
+            if scale is not None:
+                sums[u, row] = [v * scale for v in sums[u, row]]
             with lanes.when(self._counts(u)):
                 self.post_norm.keep(sums[u, row], row, columns[u])
         none = [real(0)] * self.added.sizes.rows
