@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import architectures, schedules
+from bonsai_jax.network import architectures, schedules, workspaces
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import memory
@@ -119,6 +119,18 @@ def test_on_a_gpu_kernels_attend_and_one_launch_has_all_products_of_a_layer(monk
         assert {step.schedule(rows) for rows in (3, 8, 16, 64)} == {"launches"}
         for group in description.config.groups("attention"):
             assert group.settings.kernels(run) == ("decode", "prefill_sm90")
+
+
+def test_each_group_of_layers_has_a_workspace_of_its_own():
+    """A layer's words have its index in the group as a tag, modulo 3. A layer of another group just before
+    it may have the same."""
+    model = tiny("tiny-gemma3")
+    indices = [model.config.position(number, layer.mixer) for number, layer in enumerate(model.config.layers)]
+    assert indices == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3)]
+    cache = kv.empty(model.config, model.run, rows=2, context=64)
+    spaces = workspaces.empty(model.config, cache, rows=2)
+    assert list(spaces) == [("attention", 0), ("attention", 1)]
+    assert not any(map(np.any, spaces.values()))
 
 
 def test_the_largest_models_have_a_scale_of_their_own():
