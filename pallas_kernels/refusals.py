@@ -15,6 +15,7 @@ from pallas_kernels.problems import (
     Parts,
     Problem,
     Route,
+    RouterLogits,
     Sampling,
     Step,
 )
@@ -107,16 +108,31 @@ def int_experts(problem: Experts) -> str | None:
     return "inputs of folded weights are rotated before, tile by tile" if problem.folded else None
 
 
-def route(problem: Route) -> str | None:
-    if reason := _since_ampere(problem):
+def router_logits(problem: RouterLogits) -> str | None:
+    if reason := _since_ampere(problem) or _reference_experts(problem.kernel):
         return reason
-    if problem.kernel == "reference":
-        return "the experts' products are the reference's"
-    if problem.gating != "softmax":
-        return f"probabilities are a {problem.gating} of logits; the kernel has softmax"
-    if problem.adjusted:
-        return "the choice has a bias, or groups of experts; the kernel takes the largest logits"
-    return f"{problem.used} experts are used; the kernel has at most 32" if problem.used > 32 else None
+    if problem.mixed or problem.format not in ("f32", "f16", "bf16"):
+        others = " and others" * problem.mixed
+        return f"the router is {problem.format}{others}; the kernel has f32, f16 or bf16 in all layers"
+    from pallas_kernels.experts.router_logits import MOST_COLUMNS  # only GPUs need it
+
+    if problem.hidden % 4 or problem.hidden > MOST_COLUMNS:
+        return f"hidden is {problem.hidden} wide; the kernel has multiples of 4 up to {MOST_COLUMNS}"
+    return None
+
+
+def route(problem: Route) -> str | None:
+    if reason := _since_ampere(problem) or _reference_experts(problem.kernel):
+        return reason
+    if problem.used > 32:
+        return f"{problem.used} experts are used; the kernel has at most 32"
+    from pallas_kernels.experts.choice import refuses_groups  # only GPUs need it
+
+    return refuses_groups(problem.count, problem.groups)
+
+
+def _reference_experts(kernel: str) -> str | None:
+    return "the experts' products are the reference's" if kernel == "reference" else None
 
 
 # Attention

@@ -16,7 +16,17 @@ from types import ModuleType
 from typing import Any, get_args
 
 from pallas_kernels import cache_layouts, device, formats, refusals
-from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Route, Sampling, Step
+from pallas_kernels.problems import (
+    Attention,
+    DeltaNet,
+    Experts,
+    Matmul,
+    Problem,
+    Route,
+    RouterLogits,
+    Sampling,
+    Step,
+)
 from pallas_kernels.qtensor import Products, QTensor, tile
 
 FIRST = "the first that can run it"
@@ -121,7 +131,11 @@ def _our_own() -> Iterator[Candidate]:
     yield Candidate("int_experts", Experts, rules.int_experts, one_launch, offers=("most_rows",))
     yield xla("tiles", Experts, rules.no_reason, None)
 
-    yield Candidate("route", Route, rules.route, "pallas_kernels.experts.router:run")
+    logits = "pallas_kernels.experts.router_logits:run", (1, 16)
+    yield Candidate("router_logits", RouterLogits, rules.router_logits, *logits)
+    yield xla("reference", RouterLogits, rules.no_reason, None)
+
+    yield Candidate("route", Route, rules.route, "pallas_kernels.experts.choice:run")
     yield xla("reference", Route, rules.no_reason, None)
 
     decode, prefill = (f"pallas_kernels.attention.{phase}" for phase in ("decode", "prefill"))

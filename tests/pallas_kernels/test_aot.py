@@ -4,24 +4,28 @@ import functools
 import os
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import GELU, GELU_TANH, cache_layouts, formats
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.attention.scores import Scores
+from pallas_kernels.experts.choice import Rules
 from pallas_kernels.matmul.bit_mma.activations import activations_int8
 from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target
 from tests.pallas_kernels.aot_kernels import (
     attention,
     choice_of_experts,
+    choosing_experts,
     delta_chunks,
     delta_step,
     dequantized,
     experts,
     experts_of_prefill,
     integers,
+    logits_of_router,
     many_queries,
     many_rows,
     many_rows_of_integers,
@@ -70,8 +74,15 @@ HOT = {
     "tq1_0 down": lambda: integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: dequantized(("q4_k", "q4_k"), 12288, 4096),
     "choice of 8 of 256 experts": lambda: choice_of_experts(256, 8, 8),
+    "choice of 8 of 256 experts in groups": lambda: choice_of_experts(
+        256, 8, 4, Rules("sigmoid", 2.5, 8, 4), biased=True, with_shared=True
+    ),
+    "router of 256 experts": lambda: logits_of_router(256, 2048, 1),
+    "router of 512 experts, 16 rows, bfloat16": lambda: logits_of_router(512, 7168, 16, jnp.bfloat16, True),
     "choice of 4 of 32 experts": lambda: choice_of_experts(32, 4, 2048),
     "experts: q4_k gate and up": lambda: experts("q4_k", 768, 2048, 2, 8, 1),
+    "experts: choice, q4_k gate and up": lambda: choosing_experts("q4_k", 512, 2048, 1),
+    "experts: q6_k down and a shared one": lambda: experts("q6_k", 2048, 768, 1, 9, 1, shared=True),
     "experts: q6_k down": lambda: experts("q6_k", 2048, 768, 1, 8, 1),
     "experts: q4_k gate and up, 512 tokens": lambda: experts("q4_k", 768, 2048, 2, 384, 16),
     "experts: q6_k down, 512 tokens": lambda: experts("q6_k", 2048, 768, 1, 384, 16),
