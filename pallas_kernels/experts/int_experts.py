@@ -20,13 +20,15 @@ from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import integer
+from pallas_kernels.gpu.values import integer, minimum
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import eights
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
+
+GROUP = 32  # the most columns that share a scale
 
 
 def most_rows(weights: tuple[QTensor, ...]) -> int:
@@ -72,7 +74,7 @@ def int_experts(
 ) -> jax.Array:
     """y[t, r] = W[first + experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
-    x        float32 [M, K]
+    x        float32 [M, K], or wider, where K is a multiple of 32: then the first K columns count
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
     experts  int32 [tiles]; what is returned of a tile with a number that is not below `count`, or below 0,
              means nothing
@@ -80,10 +82,11 @@ def int_experts(
     first    int32 [1]
     Returns float32 [tiles * rows of a tile, N], N padded to 16. The rest as for `int_decode`.
     """
-    columns, (tiles, tile_rows) = x.shape[1], rows.shape
+    tiles, tile_rows = rows.shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
-    if columns < steps * TILE_COLUMNS:
-        x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
+    columns = steps * TILE_COLUMNS
+    if x.shape[1] % GROUP:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
     blocks = max(1, device.multiprocessors() // tiles)
     planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, blocks=blocks)
     if planned is None:
@@ -126,8 +129,13 @@ def _body(
     )
     expert = memory.load(experts_gmem, tile)
 
+    # Behind the matrix's columns are weights of 0, in groups of their own: any activations do.
+    last = x_gmem.type.shape[1] - 8
+    is_short = last + 8 < product.columns
+
     def load_x(places):
-        return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in places])
+        within = [(row, minimum(column, last) if is_short else column) for row, column in places]
+        return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in within])
 
     def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
