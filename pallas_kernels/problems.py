@@ -108,8 +108,9 @@ class Attention:
     rotated  values of a head that rope turns; None: all; 0: none
     sinks    whether each query head has one (attention/reference.py)
     stored   whether the keys and values are another layer's, which has stored those of the same tokens
-    values   numbers of a key, the first, that are its value (attention/latent.py): `run` gets the same pages
+    values   numbers of a key, the first, that are its value (latent/api.py): `run` gets the same pages
              twice, and no more of its output than these is read; None: values have pages of their own
+    expanded  widths of a head's key and value as they would be made of these numbers; None as for values
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
@@ -132,6 +133,7 @@ class Attention:
     sinks: bool = False
     stored: bool = False
     values: int | None = None
+    expanded: tuple[int, int] | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"

@@ -158,6 +158,25 @@ def prefill_attention_sm80(problem: Attention) -> str | None:
     return _many_queries(problem)
 
 
+def latent_decode(problem: Attention) -> str | None:
+    if reason := _phase("decode", problem) or latent_gemms(problem):
+        return reason
+    from pallas_kernels.latent import plan  # only GPUs need it
+
+    assert problem.values is not None
+    return plan.refuses(problem.values, problem.head_dim - problem.values, problem.heads)
+
+
+def latent_prefill(problem: Attention) -> str | None:
+    if reason := _phase("prefill", problem) or _on_hopper(problem) or latent_gemms(problem):
+        return reason
+    keys, values = problem.expanded or (0, 0)
+    if keys not in (64, 128, 192, 256) or values not in (64, 128, 256):
+        known = "the kernel has keys of 64, 128, 192 and 256, values of 64, 128 and 256"
+        return f"a head's keys are {keys} wide, its values {values}; {known}"
+    return None
+
+
 def latent_gemms(problem: Attention) -> str | None:
     if problem.values is None:
         return "is for latent attention, whose values are the first numbers of keys"

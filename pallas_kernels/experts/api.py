@@ -107,24 +107,24 @@ def experts_ffn(
 
 
 def each_matmul(
-    x: Float[Array, "*batch E K"],
+    x: Float[Array, "*batch E W"],
     w: QTensor | LayerStack,
     layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "*batch E N"]:
     """A product with each of several matrices, each with an input of its own: those of heads.
 
-    y[..., e, :] = W[layer, e] x[..., e, :]
+    y[..., e, :] = W[layer, e] x[..., e, :K]
 
-    x  floating point [..., E, K]
+    x  floating point [..., E, K or more]: what is more is not read, without a copy where a kernel can
     w  a stack of N x K with two leading axes, layers and matrices; without layer with that of matrices
     Returns float32. Derivatives and vmap as for `matmul`. Raises ValueError where sizes do not fit.
     """
     (part, *_), (n, k) = leaves(w), w.shape
     count = jax.tree.leaves(part.fields)[0].shape[0 if layer is None else 1]
-    if x.shape[-2:] != (count, k):
+    if x.shape[-2] != count or x.shape[-1] < k:
         raise ValueError(
             f"each_matmul: x is {list(x.shape)} but there are {count} matrices of {n} x {k} (N x K); its "
-            f"last axes are {count}, {k}"
+            f"last axes are {count}, {k} or more"
         )
     return each(x, w, layer)
 

@@ -36,6 +36,8 @@ from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
+GROUP = 32  # the most columns that share a scale
+
 
 def most_rows(weights: tuple[QTensor, ...]) -> int:
     """Of a tile: as many as leave room for weights in shared memory, up to 16."""
@@ -103,7 +105,7 @@ def int_experts(
 ) -> jax.Array:
     """y[t, r] = W[places[0][0] + experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
-    x        float32 [M, K]
+    x        float32 [M, K], or wider, where K is a multiple of 32: then the first K columns count
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
     experts  int32 [tiles]; what is returned of a tile with a number that is no expert's means nothing
     rows     int32 [tiles, 1 to 16]
@@ -143,10 +145,11 @@ def _launch(
     *, format: str, activation: Activation, activation_bits: int,
 ):  # fmt: skip
     """operands: of `_body`, but for x and the weights."""
-    columns, (tiles, tile_rows) = x.shape[1], operands["rows_gmem"].shape
+    tiles, tile_rows = operands["rows_gmem"].shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
-    if columns < steps * TILE_COLUMNS:
-        x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
+    columns = steps * TILE_COLUMNS
+    if x.shape[1] % GROUP:
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % GROUP)))
     blocks = max(1, device.multiprocessors() // tiles)
     planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, blocks=blocks)
     if planned is None:
@@ -189,8 +192,13 @@ def _body(
     tile = number // part.blocks
     share = Share.for_block(part, product.steps, product.plan.warps, number - tile * part.blocks)
 
+    # Behind the matrix's columns are weights of 0, in groups of their own: any activations do.
+    last = x_gmem.type.shape[1] - 8
+    is_short = last + 8 < product.columns
+
     def load_x(places):
-        return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in places])
+        within = [(row, minimum(column, last) if is_short else column) for row, column in places]
+        return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in within])
 
     def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)

@@ -17,6 +17,8 @@ from pallas_kernels.delta import chunks, step
 from pallas_kernels.experts import choice as choices
 from pallas_kernels.experts import grouped, router_logits
 from pallas_kernels.experts import int_experts as int_experts
+from pallas_kernels.latent import empty_latent_workspace
+from pallas_kernels.latent.decode import latent_decode
 from pallas_kernels.matmul.bit_mma.decode import bit_decode
 from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
 from pallas_kernels.matmul.bit_mma.decode_ring import Ring
@@ -138,13 +140,27 @@ def seen_pages(layout, window=None):
     )
 
 
-def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN, sinks=False):
+def many_queries(
+    kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN, sinks=False, values=None
+):
     i32, pages = jnp.int32, 40
-    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    caches = [pages_of(layout, 4, pages, 64, kv_heads, width) for width in (head_dim, values or head_dim)]
     return lambda *arrays: kernel(*arrays[:-1], scores=scores, sinks=arrays[-1]), (
-        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
+        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), *caches,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
         jax.ShapeDtypeStruct((), i32), jax.ShapeDtypeStruct((heads,), jnp.float32) if sinks else None,
+    )  # fmt: skip
+
+
+def latent(heads, pages, rows=1, layout="float16", nope=192):
+    """A decode step's latent attention, of 512 numbers and 64 that turn."""
+    real = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    cache = pages_of(layout, 4, rows * pages, 64, 1, 576)
+    workspace = jax.eval_shape(lambda: empty_latent_workspace(rows, heads, cache, jnp.zeros((rows, pages))))
+    return functools.partial(latent_decode, interleaved=True, eps=1e-6, scale=0.1), (
+        real(rows, heads, 512), real(rows, heads, nope + 64), real(rows, 768 + 576), cache,
+        number(rows, pages), number(rows), number(), (real(rows, 32),) * 2, real(4, 512), workspace,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import GELU, GELU_TANH, cache_layouts, formats
 from pallas_kernels.attention.prefill_sm80 import mma_attention
-from pallas_kernels.attention.prefill_sm90 import prefill_attention
+from pallas_kernels.attention.prefill_sm90 import prefill_attention, prefill_part
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.experts.choice import Rules
 from pallas_kernels.matmul.bit_mma.activations import activations_int8
@@ -25,6 +25,7 @@ from tests.pallas_kernels.aot_kernels import (
     experts,
     experts_of_prefill,
     integers,
+    latent,
     logits_of_router,
     many_queries,
     many_rows,
@@ -112,6 +113,8 @@ HOT = {
     "down, 8 rows": lambda: product(4096, 12288, 1, 8),
     "attention": lambda: attention(32, 8, 128, True),
     "attention, 64 wide": lambda: attention(14, 2, 64, False),
+    "latent attention": lambda: latent(20, 40),
+    "latent attention, 128 heads": lambda: latent(128, 64, rows=2, layout="bfloat16", nope=128),
 }
 # By instructions that only Hopper has.
 HOT_ON_HOPPER = {
@@ -172,6 +175,8 @@ HOT_ON_HOPPER = {
     "experts of 512 tokens": lambda: experts_of_prefill("q4_k", 512),
     "experts of 2048 tokens, q6_k": lambda: experts_of_prefill("q6_k", 2048),
     "experts of 8192 tokens": lambda: experts_of_prefill("q4_k", 8192),
+    "many queries of GLM-4.7-Flash": lambda: many_queries(prefill_part, 20, 20, 256, 2048, "float16"),
+    "many queries of DeepSeek": lambda: many_queries(prefill_part, 16, 16, 192, 2048, "float16", values=128),
     "many queries of 256": lambda: many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
