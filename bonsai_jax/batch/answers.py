@@ -11,7 +11,7 @@ from bonsai_jax.engine.answers import Output
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.answers import Head, Usage, answer
 from bonsai_jax.protocols.errors import FieldError
-from bonsai_jax.protocols.submit import Defaults, submissions
+from bonsai_jax.protocols.submit import Defaults, submissions, submitted
 
 WAIT_S = 0.5  # of the Engine: answers are not streamed, so a dispatch may have many steps
 
@@ -50,13 +50,11 @@ class Answers:
             return failed(line, request)
         try:
             each = submissions(request, model, self._defaults(line.number))
-            handles = [self.engine.submit(one.ids, **one.options) for one in each]
+            handles = [submitted(self.engine, request, one) for one in each]
         except FieldError as error:
             return failed(line, error)
-        except ValueError as error:  # of the first `submit`
-            return failed(line, FieldError(request.where, str(error)))
         try:
-            outputs = [await _outputs(handle) for handle in handles]
+            outputs = [await _outputs(handle) for handle in handles if handle is not None]
         except RuntimeError as error:  # this line's dispatch failed; the engine may go on
             return failed(line, error)
         pairs = [(one.ids, output) for one, own in zip(each, outputs, strict=True) for output in own]

@@ -165,7 +165,9 @@ def joined(events: Sequence[Event]) -> list[Event]:
     return out
 
 
-def answer(request: Request, tokenizer: Tokenizer, ids: Sequence[int], whole: Output) -> Answer:
+def answer(
+    request: Request, tokenizer: Tokenizer, ids: Sequence[int], whole: Output, echo: Echo | None = None
+) -> Answer:
     """An Output as a protocol writes it. ids: of its prompt."""
     part = Parser(request, tokenizer, ids, 0).next(Piece(whole.text, whole.tokens, whole.finish_reason))
-    return Answer(whole, joined(part.events))
+    return Answer(whole, joined(part.events), echo)

@@ -83,12 +83,13 @@ def usage(own: Usage) -> dict[str, Any]:
 
 
 def _timings(own: Usage) -> dict[str, Any]:
-    """As llama-server has them: milliseconds, and tokens a second. prompt_n: tokens that were read."""
+    """As llama-server has them: milliseconds, and tokens a second. prompt_n: tokens that were read. The first
+    new token is drawn when the prompt is read, so predicted_ms is the time of the others."""
     assert own.timings is not None
 
-    def rates(name: str, tokens: int, seconds: float) -> dict[str, Any]:
+    def rates(name: str, all_tokens: int, tokens: int, seconds: float) -> dict[str, Any]:
         return {
-            f"{name}_n": tokens,
+            f"{name}_n": all_tokens,
             f"{name}_ms": seconds * 1e3,
             f"{name}_per_token_ms": seconds * 1e3 / tokens if tokens else 0.0,
             f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
@@ -97,6 +98,6 @@ def _timings(own: Usage) -> dict[str, Any]:
     read = own.prompt_tokens - own.cached_tokens
     return {
         "cache_n": own.cached_tokens,
-        **rates("prompt", read, own.timings.prompt_s),
-        **rates("predicted", own.new_tokens, own.timings.new_s),
+        **rates("prompt", read, read, own.timings.prompt_s),
+        **rates("predicted", own.new_tokens, max(0, own.new_tokens - 1), own.timings.new_s),
     }

@@ -1,14 +1,15 @@
 """A Request as arguments of Engine.submit: prompts become token ids, and what it does not say gets defaults.
 
-    Request -> submissions(...) -> engine.submit(submission.ids, **submission.options) -> Handle
+    Request --submissions--> Submissions --submitted--> Handles
 
-It encodes texts and renders templates, which may take seconds: call it outside of an event loop.
+Encoding texts and rendering templates may take seconds: call this outside of an event loop.
 """
 
 import dataclasses
 from typing import Any, cast
 
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import FieldError
@@ -56,7 +57,6 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
         raise FieldError(request.where, str(error)) from None
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
-    _check_bias(sampling, model)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
     how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
     return [
@@ -123,9 +123,13 @@ def _new_tokens(request: Request, length: int, defaults: Defaults) -> int:
     return min(new, left)
 
 
-def _check_bias(sampling: SamplingParams, model: Model) -> None:
-    """Before `submit` does, so that its errors are about prompts."""
-    for token in sampling.logit_bias:
-        if token >= model.config.vocab_size:
-            size = model.config.vocab_size
-            raise FieldError("logit_bias", f"token {token} is beyond the vocabulary of {size}")
+def submitted(engine: Engine, request: Request, one: Submission) -> Handle | None:
+    """The Handle of a submission; None where only an echo is asked for. Raises FieldError for what the engine
+    could never run, and RuntimeError where it is closed or has failed."""
+    if not one.options["max_new_tokens"]:
+        return None
+    try:
+        return engine.submit(one.ids, **one.options)
+    except ValueError as error:
+        where = "logit_bias" if "logit_bias" in str(error) else request.where
+        raise FieldError(where, str(error)) from None
