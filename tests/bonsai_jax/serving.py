@@ -70,6 +70,7 @@ def serving(model: bj.Model, *, rows: int = 4, engine: dict | None = None, **set
         while not server.started:
             assert thread.is_alive()
             time.sleep(0.005)
+        service.ready = True  # each test compiles what it needs
         yield Served(service, address)
     finally:
         server.end()
