@@ -19,3 +19,8 @@ routes_*.py    routes that are no protocol: models, tokens, embeddings, health
 What a body means, and what an answer looks like: bonsai_jax/protocols. An API is one file of it and one line
 in app.py.
 """
+
+from bonsai_jax.server.run import Running, running, serve
+from bonsai_jax.server.settings import Settings
+
+__all__ = ["Running", "Settings", "running", "serve"]

@@ -44,20 +44,22 @@ MESSAGE = closed(
 )
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
 BIASES = {
-    "type": "object", "propertyNames": {"pattern": "^[0-9]{1,10}$"}, "additionalProperties": NUMBER,
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
     "maxProperties": fields.MOST_BIASES,
-}  # fmt: skip
+}
 NEW = between(1, fields.MOST_NEW)
 COMMON = {
     "model": TEXT,
     "max_tokens": NEW,
-    "temperature": {"type": "number", "minimum": 0},
+    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
     "top_p": between(0, 1, "number"),
     "top_k": between(-1, 2**31 - 1),
     "min_p": between(0, 1, "number"),
     "frequency_penalty": between(-(10**6), 10**6, "number"),
     "presence_penalty": between(-(10**6), 10**6, "number"),
-    "repetition_penalty": {"type": "number", "exclusiveMinimum": 0},
+    "repetition_penalty": between(*fields.REPETITIONS, "number"),
     "logit_bias": BIASES,
     "seed": WHOLE,
     "stop": either(STOP, {**listed(STOP), "maxItems": fields.MOST_STOPS}),
