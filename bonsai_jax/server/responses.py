@@ -29,7 +29,7 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 def error_response(protocol: Any, error: RequestError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    if error.status in (408, 413):  # the rest of the body is not read
+    if error.status in (408, 413, 429):  # the rest of the body is not read
         headers["connection"] = "close"
     return json_response(protocol.error(error), error.status, headers)
 
