@@ -216,4 +216,4 @@ def command(
     )
     engine = bj.Engine(loaded, **how)
     say = functools.partial(print, flush=True)
-    serving.serve(engine, settings, socket, warm=warmup, grace_s=limits.grace, tell=say)
+    serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)
