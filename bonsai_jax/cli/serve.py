@@ -47,8 +47,8 @@ class PlaceOptions:
         typer.Option(
             "--cors",
             metavar="ORIGIN",
-            help="The origin of a web page that may use the server, such as https://chat.example; may be "
-            "given several times.",
+            help="The origin of a web page that may use the server, such as https://chat.example, or * for "
+            "all; may be given several times.",
         ),
     ] = None
 
@@ -198,8 +198,8 @@ def command(
 
     how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
-    ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
-    loaded = model.load(config, devices.mesh(data_parallel), on_shapes=ahead)
+    compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
+    loaded = model.load(config, devices.mesh(data_parallel), on_shapes=compile_ahead)
     settings = Settings(
         name=alias or loaded.name,
         keys=keys,

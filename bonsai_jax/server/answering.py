@@ -17,6 +17,8 @@ from bonsai_jax.research.prompt_logprobs import prompt_logprobs
 from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.service import Service
 
+LONGEST_REASON = 200  # characters of the engine's that a client gets
+
 log = logging.getLogger(__name__)
 
 
@@ -186,4 +188,4 @@ def _reason(error: RuntimeError) -> RequestError:
     if isinstance(error.__cause__, ValueError):
         return RequestError(400, str(error))
     log.error("%s", error)
-    return RequestError(500, str(error))
+    return RequestError(500, str(error).partition("\n")[0][:LONGEST_REASON])  # XLA's may have many lines

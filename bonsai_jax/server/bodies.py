@@ -7,6 +7,7 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.server.responses import BODIES_FULL, ClientLeft
 from bonsai_jax.server.service import Service
 
 MOST_DEPTH = 100  # of lists and objects within each other
@@ -17,7 +18,7 @@ DISCARDED = 4  # times the limit: what is read of a larger body, so that its sen
 
 async def json_object(service: Service, request: Request) -> dict[str, Any]:
     """The object in a request's body. Raises RequestError: 413 for too many bytes, 408 where they do not come
-    in time, 400 for what is no JSON object."""
+    in time, 400 for what is no JSON object. Raises ClientLeft."""
     settings = service.settings
     try:
         async with asyncio.timeout(settings.body_s):
@@ -25,7 +26,7 @@ async def json_object(service: Service, request: Request) -> dict[str, Any]:
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {settings.body_s:g} s") from None
     except ClientDisconnect:
-        raise RequestError(400, "the client left before its body was complete") from None
+        raise ClientLeft from None
     return await service.in_thread(parsed, data) if len(data) > LARGE else parsed(data)
 
 
@@ -45,7 +46,7 @@ async def _bytes(service: Service, request: Request) -> bytes:
                 service.body_bytes += len(part)
                 if service.body_bytes > BODIES * most:
                     message = "too many large requests are arriving; try later"
-                    raise RequestError(429, message, code="bodies_full", retry_after_s=1)
+                    raise RequestError(429, message, code=BODIES_FULL, retry_after_s=1)
     finally:
         service.body_bytes -= len(arriving)
     if size > most:

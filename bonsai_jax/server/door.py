@@ -61,7 +61,7 @@ class Door:
                 status = LEFT
             except Exception as error:
                 if not isinstance(error, RequestError):
-                    log.exception("%s %s failed (request %s)", scope["method"], scope["path"], id)
+                    log.exception("%s %r failed (request %s)", scope["method"], scope["path"], id)
                     error = RequestError(500, f"the server failed; its log has the reason (request {id})")
                 if not status:  # else the answer has begun, and is broken off
                     protocol = self._protocols.get(scope["path"], self._otherwise)
@@ -73,7 +73,8 @@ class Door:
         """Raises RequestError for a request that may not pass."""
         headers, settings = Headers(scope=scope), self._service.settings
         host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host and origin not in settings.origins:
+        allowed = {origin, "*"} & {*settings.origins}
+        if origin is not None and origin.partition("://")[2] != host and not allowed:
             raise RequestError(403, f"pages of {origin!r} may not use this server; see --cors")
         if settings.local and not self._keys and not _is_local(host):
             raise RequestError(

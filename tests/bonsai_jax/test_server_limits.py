@@ -17,6 +17,8 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.engine import runner as running
+from bonsai_jax.protocols import openai_chat
+from bonsai_jax.protocols.answers import ServerEvent
 from bonsai_jax.server import responses
 from bonsai_jax.server import running as running_server
 from bonsai_jax.server.bodies import MOST_DEPTH
@@ -376,6 +378,28 @@ def test_a_stream_that_waits_is_kept_open(server, monkeypatch):
     slow_prefill(monkeypatch, 0.4)
     lines = server.post(TEXT, prompt="Once", max_tokens=2, stream=True).text.splitlines()
     assert lines.count(": still working") >= 3 and lines[-2] == "data: [DONE]"
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr(responses, "STALLED_S", 0.05)
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+        if len(sent) > 2:  # the socket's buffer is full
+            await asyncio.Event().wait()
+
+    async def events():
+        while True:
+            yield [ServerEvent("more")]
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    stream = responses.EventStream(events(), openai_chat)
+    with pytest.raises(responses.ClientLeft):
+        asyncio.run(stream({"type": "http"}, receive, send))
+    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
 
 
 def test_an_error_after_a_comment_is_an_event(model, monkeypatch):
