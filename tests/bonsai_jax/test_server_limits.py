@@ -195,6 +195,18 @@ def test_a_hundred_senders_that_break_off_or_take_their_time(server):
     server.idle()
 
 
+def test_a_body_whose_end_is_no_http_leaves_no_traceback(server, caplog):
+    address = urllib.parse.urlsplit(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n"
+    with socket.create_connection((address.hostname, address.port)) as own, own.makefile("rb") as answer:
+        own.sendall(head + b'{"pro')
+        time.sleep(0.1)  # the request has begun
+        own.sendall(b"no chunk")
+        assert answer.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+    server.idle()
+    assert "Traceback" not in caplog.text and all(record.exc_info is None for record in caplog.records)
+
+
 def test_a_client_that_leaves_frees_its_row(server):
     """Of whole answers and streamed ones, of one prompt and several, running and waiting."""
     for body in (
