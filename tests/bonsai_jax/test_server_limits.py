@@ -512,6 +512,24 @@ def test_the_command_drains_and_ends_well(tmp_path):
     assert secret not in log and "from-env" not in log and "Traceback" not in log
 
 
+def test_the_command_ends_while_it_warms_up():
+    """It went on until every program was compiled."""
+    command = [*COMMAND, "serve", "-m", TINY, "--impl", "reference", "-c", "128", "-b", "16", "--port", "0"]
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}  # so that there is something to compile
+    options = {
+        "cwd": ROOT,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with subprocess.Popen([*command, "--no-compile-cache"], **options) as process:
+        assert process.stdout.readline().startswith("serving ")
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "ready" not in rest and "Traceback" not in errors
+
+
 def test_an_address_in_use_and_wrong_options_are_one_line():
     own = socket.create_server(("127.0.0.1", 0))
     port = str(own.getsockname()[1])
