@@ -1,13 +1,16 @@
 """Answers to lines, by an Engine in this process."""
 
+import asyncio
 import dataclasses
 import functools
 from typing import Any
 
+from bonsai_jax import constraints
 from bonsai_jax.batch import objects
 from bonsai_jax.batch.lines import Line, Needs
 from bonsai_jax.batch.requests import FieldError, Request
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.answers import Output
 from bonsai_jax.engine.prompts import each_sampling, encode
@@ -49,6 +52,8 @@ class Answers:
         if isinstance(request, FieldError):
             return objects.failed(line, request)
         try:
+            if request.constraint is not None:  # it may take a second, in which other lines go on
+                await asyncio.to_thread(self._compile, request.constraint)
             handles = self._submitted(line.number, request)
         except FieldError as error:
             return objects.failed(line, error)
@@ -70,7 +75,8 @@ class Answers:
         if sampling.seed is not None and "seed" not in request.sampling:
             sampling = dataclasses.replace(sampling, seed=sampling.seed + number - 1)
         each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
-        how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
+        how: dict[str, Any] = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
+        how["constraint"] = request.constraint
         try:
             return [
                 self.engine.submit(ids, own, max_new_tokens=new, **how)
@@ -78,6 +84,14 @@ class Answers:
             ]
         except ValueError as error:  # from the first `submit`; everything else is checked
             raise FieldError("logit_bias" if "logit_bias" in str(error) else where, str(error)) from None
+
+    def _compile(self, constraint: Constraint) -> None:
+        """Raise FieldError for a constraint that cannot be compiled."""
+        model = self.engine.model
+        try:
+            constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
+        except (ValueError, ImportError) as error:
+            raise FieldError("response_format", str(error)) from None
 
     def _check_size(self, request: Request, prompt: Any) -> None:
         """Raise ValueError for a prompt that cannot fit, before it is tokenized: a tokenizer takes 100 bytes

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from bonsai_jax import constraints
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
@@ -30,6 +32,7 @@ class Request:
     prompts    the messages of a chat, or texts and lists of token ids
     sampling   fields of SamplingParams
     logprobs   alternatives for each token; None: no log-probabilities
+    constraint what answers must match; None: anything
     """
 
     url: str
@@ -40,6 +43,7 @@ class Request:
     stop: list[str] = dataclasses.field(default_factory=list)
     n: int = 1
     logprobs: int | None = None
+    constraint: Constraint | None = None
 
     @property
     def chat(self) -> bool:
@@ -83,6 +87,7 @@ def request(url: str, body: Mapping[str, Any]) -> Request:
         given.get("stop", []),
         given.get("n", 1),
         logprobs,
+        given.get("response_format"),
     )
 
 
@@ -153,6 +158,33 @@ def _only(*allowed: Any) -> Callable[[str, Any], Any]:
     return check
 
 
+def response_format(name: str, value: Any) -> Constraint | None:
+    """The constraint that a response_format asks for; None: any text.
+
+    {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}};
+    in the last "name", "description" and "strict" have no effect: answers always match the schema.
+    """
+    kind = _object(name, value).get("type")
+    fields = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    if not isinstance(kind, str) or kind not in fields:
+        raise FieldError(f"{name}.type", f"{_shown(kind)} is not supported, only {', '.join(fields)}")
+    for other in value.keys() - fields[kind]:
+        raise FieldError(f"{name}.{other}", f"not a field of a format of type {kind}")
+    if kind != "json_schema":
+        return None if kind == "text" else constraints.json_object()
+    where = f"{name}.json_schema"
+    given = _object(where, value.get(kind))
+    for other in given.keys() - {"name", "description", "schema", "strict"}:
+        raise FieldError(f"{where}.{other}", "not a field; it has name, description, schema and strict")
+    schema = given.get("schema")
+    if not isinstance(schema, dict | bool):
+        raise FieldError(f"{where}.schema", f"{_shown(schema)} is not a JSON schema")
+    try:
+        return constraints.json_schema(schema)
+    except ValueError as error:
+        raise FieldError(f"{where}.schema", str(error)) from None
+
+
 def _prompt(name: str, value: Any) -> list[Any]:
     """A text, a list of texts, token ids, or a list of such lists."""
 
@@ -212,7 +244,7 @@ SAMPLING = {
 BOTH = {
     **SAMPLING,
     **{"model": _text, "max_tokens": _from(1, MOST_NEW), "stop": _stop, "n": _from(1, MOST_ANSWERS)},
-    **{"stream": _only(False)},
+    **{"stream": _only(False), "response_format": response_format},
     **{"user": _text, "metadata": _object, "store": _truth},  # they do not change answers
 }
 FIELDS = {
@@ -220,7 +252,6 @@ FIELDS = {
         **BOTH,
         **{"messages": _messages, "max_completion_tokens": _from(1, MOST_NEW)},
         **{"logprobs": _truth, "top_logprobs": _from(0, MOST_LOGPROBS)},
-        **{"response_format": _only({"type": "text"})},
     },
     COMPLETIONS: {
         **BOTH,

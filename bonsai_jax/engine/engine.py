@@ -12,6 +12,7 @@ from typing import Any
 from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine.answers import Piece
@@ -21,6 +22,7 @@ from bonsai_jax.engine.prompts import (
     Prompt,
     answer_options,
     checked_sampling,
+    each_constraint,
     encode,
     step_options,
 )
@@ -122,16 +124,18 @@ class Engine:
         options = _options(**given.arguments)
         Loop(model.shapes(), options).compile_ahead()
 
-    def warmup(self, progress: Progress = False) -> None:
+    def warmup(self, progress: Progress = False, *, constraints: bool = False) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
+        constraints  also those that run while a request has a constraint
         progress   True: a bar on stderr; or called with executables compiled so far and in all
         """
+        constraints = flag("warmup: constraints", constraints)
         done, failed = threading.Event(), []
 
         def work():
             try:
-                self._loop.warmup(update)
+                self._loop.warmup(update, constraints)
             except Exception as error:
                 failed.append(error)
             done.set()
@@ -153,12 +157,15 @@ class Engine:
         priority: int = 0,
         logprobs: int | None = None,
         n: int = 1,
+        constraint: Constraint | None = None,
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
         priority   requests of higher priority get a row first, and keep it when pages run out
         logprobs   alternatives for each token, at most the engine's
         n          answers, with seeds seed, seed + 1, ...; at most 4,096
+        constraint what every answer must match. It is compiled in this thread, which can take a second;
+                   `constraints.compile` does it beforehand
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -170,6 +177,7 @@ class Engine:
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
+        each_constraint(self.model, constraint, 1, self.options.speculate)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
         answers = [
@@ -180,6 +188,7 @@ class Engine:
                 priority=priority,
                 logprobs=logprobs,
                 index=index,
+                constraint=constraint,
                 on_piece=handle.add,
             )
             for index in range(n)

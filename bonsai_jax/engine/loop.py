@@ -16,9 +16,11 @@ import jax
 import numpy as np
 
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
-from bonsai_jax.engine.answers import Piece, Reader
+from bonsai_jax.engine.answers import Answer, Piece, Reader
+from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
@@ -28,28 +30,6 @@ from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
-
-
-@dataclasses.dataclass(eq=False)
-class Answer:
-    """One answer to a request.
-
-    request   the scheduler's view of it
-    reader    turns its tokens into text
-    rules     how it draws (Runner.rules)
-    remembers whether its draws depend on earlier tokens through penalties
-    logprobs  the number of alternatives asked for; None: no log-probabilities
-    on_piece  called with each Piece, or with the exception that ends it
-    cached    tokens of the prompt that were in the cache
-    """
-
-    request: Request
-    reader: Reader
-    rules: np.ndarray
-    remembers: bool
-    logprobs: int | None
-    on_piece: Callable[[Piece | Exception], None]
-    cached: int = 0
 
 
 @dataclasses.dataclass
@@ -74,6 +54,7 @@ class Loop:
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
+        self.constrained = Constrained(model, self._force, self._finish)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
@@ -90,9 +71,11 @@ class Loop:
         priority: int = 0,
         logprobs: int | None = None,
         index: int = 0,
+        constraint: Constraint | None = None,
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
-        """A request for one answer, to be passed to `add`."""
+        """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
+        compiled."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
@@ -100,9 +83,17 @@ class Loop:
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        answer = Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        if constraint is not None:
+            self.constrained.begin(answer, constraint, ignore_eos)
+        return answer
 
     def add(self, answer: Answer) -> None:
+        if answer.matcher is not None:
+            if self.constrained.over(answer):  # nothing is to be drawn
+                answer.on_piece(self.piece(answer, []))
+                return
+            self.runner.split()
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
@@ -115,7 +106,9 @@ class Loop:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
         left."""
         plan, reads = None, False
-        if self._unread_plans() < 2:
+        self.constrained.collect()
+        # A draw of split steps is read before the next plan, which needs masks; the device is busy meanwhile.
+        if self._unread_plans() < (1 if self.scheduler.constrained else 2):
             plan = self.scheduler.plan()
             if plan is None:
                 self._read_at = None
@@ -129,7 +122,10 @@ class Loop:
                 self.runner.catch_up()
             self._read(flight)
             self.failures = 0
-        return plan is not None or reads or bool(self._flying) or bool(self.scheduler.waiting)
+        if plan is None and not reads:
+            self.constrained.wait()
+        work = self._flying or self.scheduler.waiting or self.constrained.pending
+        return plan is not None or reads or bool(work)
 
     def fail(self, error: Exception) -> None:
         """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what
@@ -141,10 +137,12 @@ class Loop:
         lost = [answer for request, answer in self.answers.items() if request not in unread]
         self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
+            answer.request.ended = True
+        for answer in lost:
             answer.on_piece(error)
-        compiled = self.scheduler.compiled
+        before = self.scheduler
         self.scheduler = self._empty_scheduler()
-        self.scheduler.compiled = compiled
+        self.scheduler.compiled, self.scheduler.compiled_split = before.compiled, before.compiled_split
         for request in waiting:
             if request in self.answers:
                 self.scheduler.add(request)
@@ -152,36 +150,56 @@ class Loop:
 
     def close(self) -> None:
         """Free the device's memory."""
+        self.constrained.close()
         self.runner.close()
 
-    def warmup(self, progress: Callable[[int, int], None]) -> None:
-        """Compile every program, by running it without a request."""
-        self.runner.warmup(self._every_call(), progress)
+    def warmup(self, progress: Callable[[int, int], None], constraints: bool = False) -> None:
+        """Compile every program, by running it without a request. constraints: also those of split steps."""
+        self.runner.warmup(self._every_call() + (self._every_split_call() if constraints else []), progress)
         self.scheduler.compiled.update(self._sizes())
+        if constraints:
+            self.scheduler.compiled_split.update(self._sizes())
 
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
         for call in self._every_call():
-            self.runner.programs.compile(call)
-        self.runner.programs.finish_alone()
+            self.runner.compile(call)
+        self.runner.finish_alone()
 
     def _sizes(self) -> list[int | tuple[int, int]]:
         """Rows of decode programs and shapes of prefill, beginning with those that a first request needs."""
         (fewest, *rows), (shortest, *shapes) = self.runner.limits.row_sizes, self.runner.limits.shapes
         return [fewest, shortest, *rows, *shapes]
 
+    def _every_split_call(self) -> list[Call]:
+        """Of each program of split steps."""
+        self.runner.split()
+        each = (self.runner.split_padding(size, n) for size in self._sizes() for n in self._variants)
+        return list({call.program: call for calls in each for call in calls}.values())
+
+    @property
+    def _variants(self) -> list[int | None]:
+        """Of log-probabilities."""
+        return [None] if self.options.logprobs is None else [None, self.options.logprobs]
+
     def _every_call(self) -> list[Call]:
         """Of each program, without any request."""
-        variants = [None] if self.options.logprobs is None else [None, self.options.logprobs]
-        calls = [self.runner.padding(size, n) for size in self._sizes() for n in variants]
+        calls = [self.runner.padding(size, n) for size in self._sizes() for n in self._variants]
         return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
         """Start to compile the decode program for this batch size. Call it before the first prefill, so that
         both programs are compiled at the same time."""
-        self.scheduler.compiled.add(rows)
+        split = self.scheduler.constrained > 0
+        (self.scheduler.compiled_split if split else self.scheduler.compiled).add(rows)
+        self.compile(rows)
+
+    def compile(self, size: int | tuple[int, int]) -> None:
+        """Start to compile the programs for decode of a number of rows, or for prefill of a shape."""
         asked = self._asked(self.answers)
-        self.runner.programs.compile(self.runner.padding(rows, asked))
+        split = self.scheduler.constrained > 0
+        for call in self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]:
+            self.runner.compile(call)
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
@@ -201,7 +219,7 @@ class Loop:
             for read in chunks:
                 if not read.starts or not read.first:
                     continue
-                if not read.request.said:
+                if not self.answers[read.request].began:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
@@ -210,10 +228,18 @@ class Loop:
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            drawn = self.runner.dispatch(self.runner.prefill(plan.reads, plan.shape, self._rules, asked))
+            how = plan.shape, self._rules, asked, plan.split
+            drawn = self.runner.dispatch(self.runner.prefill(plan.reads, *how))
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
-            self._flying.append(Flight(plan, draws, drawn))
-        if any(plan.writes):
+            self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
+        if any(plan.draws):
+            asked = self._asked(itertools.chain(*plan.draws))
+            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
+            rows = list(numbered(plan.draws, plan.rows))
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
+        if plan.split and any(plan.writes):
+            self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
+        elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
             self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
@@ -224,6 +250,11 @@ class Loop:
 
     def _rules(self, request: Request) -> np.ndarray:
         return self.answers[request].rules
+
+    def _allowed(self, request: Request) -> np.ndarray | None:
+        """The mask of a request's next draw; None: it has no constraint."""
+        matcher = self.answers[request].matcher
+        return None if matcher is None else matcher.allowed
 
     def _asked(self, requests: Iterable[Request]) -> int | None:
         if self.options.logprobs is None or all(self.answers[r].logprobs is None for r in requests):
@@ -255,13 +286,15 @@ class Loop:
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
-        first = not request.said
         request.said += new
         n = answer.logprobs
         row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
-        piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, row_scores, steps)
-        if first:
-            piece = dataclasses.replace(piece, cached_tokens=answer.cached)
+        try:
+            self.constrained.drawn(answer, new)
+        except ValueError as error:
+            self._finish(answer, error)
+            return
+        piece = self.piece(answer, new, row_scores, steps)
         undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
             self.cancel(answer)
@@ -269,6 +302,29 @@ class Loop:
             answer.on_piece(piece)
         if undrawn:
             answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
+        elif answer.matcher is not None and piece.finish_reason is None:
+            self.constrained.find(answer)
+
+    def piece(self, answer: Answer, new: list[int], scores: Logprobs | None = None, steps: int = 0) -> Piece:
+        """The next piece of an answer: its tokens in `untold`, then the new ones."""
+        request, matcher = answer.request, answer.matcher
+        tokens, answer.untold = [*answer.untold, *new], []
+        complete = matcher is not None and matcher.complete
+        ended = len(request.said) >= request.max_new_tokens
+        if answer.began:
+            return answer.reader.read(tokens, ended, scores, steps, complete)
+        answer.began = True
+        piece = answer.reader.read(tokens, ended, scores, 0, complete)
+        return dataclasses.replace(piece, cached_tokens=answer.cached)
+
+    def _force(self, request: Request, tokens: list[int]) -> bool:
+        return self.scheduler.force(request, tokens)
+
+    def _finish(self, answer: Answer, error: Exception | None) -> None:
+        """End an answer whose constraint allows no more, or has failed."""
+        last = self.piece(answer, []) if error is None else error
+        self.cancel(answer)
+        answer.on_piece(last)
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:
@@ -276,7 +332,7 @@ class Loop:
         before, self._read_at = self._read_at, time.perf_counter()
         if self.options.max_wait_s is None or jax.process_count() > 1:
             return  # no request waits, or the clocks of several processes would differ
-        if any(flight.plan.reads) or before is None:
+        if any(flight.plan.reads) or any(flight.plan.draws) or before is None:
             return
         self.scheduler.measured(flight.steps, self._read_at - before, self.options.max_wait_s)
 

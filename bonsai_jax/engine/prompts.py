@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from bonsai_jax import arguments
+from bonsai_jax import arguments, constraints
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
 from bonsai_jax.model import Model, check_model, check_speculate
@@ -57,6 +58,35 @@ def answer_options(max_new_tokens: int, stop: str | Sequence[str], ignore_eos: b
         "max_new_tokens": arguments.whole("max_new_tokens", max_new_tokens, 1),
         "ignore_eos": arguments.flag("ignore_eos", ignore_eos),
     }
+
+
+def each_constraint(
+    model: Model,
+    constraint: Constraint | Sequence[Constraint | None] | None,
+    rows: int,
+    speculate: str | None,
+) -> list[Constraint | None]:
+    """One constraint, or None, for each prompt, all of them compiled. Raises ValueError for one that cannot
+    be compiled, and NotImplementedError where draws have no masks."""
+    if isinstance(constraint, list | tuple):
+        if len(constraint) != rows:
+            raise ValueError(
+                f"constraint: {len(constraint)} constraints for {rows} prompts; give one for all, or one each"
+            )
+        each = list(map(constraints.checked, constraint))
+    else:
+        each = [constraints.checked(constraint)] * rows
+    for one in dict.fromkeys(each):
+        if one is None:
+            continue
+        if speculate is not None:
+            raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
+        if jax.process_count() > 1:
+            raise NotImplementedError(
+                "constraint over several processes; run one process for all its devices"
+            )
+        constraints.compile(one, model.tokenizer, model.config.vocab_size)
+    return each
 
 
 def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:
