@@ -176,9 +176,7 @@ def response_format(name: str, value: Any) -> Constraint | None:
     given = _object(where, value.get(kind))
     for other in given.keys() - {"name", "description", "schema", "strict"}:
         raise FieldError(f"{where}.{other}", "not a field; it has name, description, schema and strict")
-    schema = given.get("schema")
-    if not isinstance(schema, dict | bool):
-        raise FieldError(f"{where}.schema", f"{_shown(schema)} is not a JSON schema")
+    schema = _object(f"{where}.schema", given.get("schema"))
     try:
         return constraints.json_schema(schema)
     except ValueError as error:

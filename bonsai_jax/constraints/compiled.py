@@ -73,6 +73,7 @@ class Matcher:
     """Where one answer stands in its constraint. One thread at a time.
 
     forced    tokens that must come next, in this order; [] where there is more than one way
+    ends      after these the answer is complete
     complete  nothing may follow but the end
     past_end  the answer goes on as long as it can: tokens that end it are not allowed
     """
@@ -81,7 +82,7 @@ class Matcher:
         self._kind, self._tokens, self._own = kind, tokens, own
         self._bits = np.zeros(tokens.words, np.uint32)
         self.forced: list[int] = []
-        self.complete = self.past_end = False
+        self.ends = self.complete = self.past_end = False
 
     @property
     def allowed(self) -> UInt32[np.ndarray, "words"]:
@@ -93,34 +94,37 @@ class Matcher:
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
         them, or has become too large."""
-        if not self._own.consume_tokens(list(tokens)):
-            raise ValueError(f"{self._kind}: {_reason(self._own)}")
+        self._go_on(self._own, tokens)
         same = self.forced[: len(tokens)] == list(tokens)
         self.forced = self.forced[len(tokens) :] if same else []
         self.complete = self._own.is_stopped()
 
     def find(self) -> None:
-        """Find what may come next: `forced` and `allowed`. Raises ValueError where that is nothing, or the
-        constraint has become too large."""
+        """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
+        or the constraint has become too large."""
         if self.forced or self.complete:
             return
         self.forced = self._own.compute_ff_tokens()
-        if not self.forced:
+        if self.forced:
+            after = self._own.deep_copy()
+            self._go_on(after, self.forced)
+            self.ends = after.is_stopped()
+        else:
             self._bits = np.zeros_like(self._bits)
             self._own.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._own.is_error():
             raise ValueError(f"{self._kind}: {_reason(self._own)}")
 
-    def ends_with_forced(self) -> bool:
-        """Whether the answer is complete after the forced tokens."""
-        after = self._own.deep_copy()
-        return after.consume_tokens(self.forced) and after.is_stopped()
-
     def copy(self) -> "Matcher":
         """Another one at the same place."""
         new = Matcher(self._kind, self._tokens, self._own.deep_copy())
-        new._bits, new.forced, new.complete = self._bits, list(self.forced), self.complete
+        new._bits, new.forced = self._bits, list(self.forced)
+        new.ends, new.complete, new.past_end = self.ends, self.complete, self.past_end
         return new
+
+    def _go_on(self, own: "LLMatcher", tokens: Sequence[int]) -> None:
+        if not own.consume_tokens(list(tokens)):
+            raise ValueError(f"{self._kind}: {_reason(own)}")
 
 
 class _Tokens:
@@ -131,11 +135,11 @@ class _Tokens:
             import llguidance
         except ImportError:
             raise ImportError('constraints need llguidance: pip install "bonsai-jax[constraints]"') from None
-        ends = sorted(tokenizer.eos_ids)
+        ends = [token for token in sorted(tokenizer.eos_ids) if token < vocab_size]
         if not ends:
             raise ValueError("constraint: this model's tokenizer has no token that ends an answer")
-        wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, ends[0]))
-        self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=ends)
+        wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, vocab_size, ends[0]))
+        self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
         self.words = -(-vocab_size // 32)
         self.end_bits = functools.reduce(np.bitwise_or, [_one(token, self.words) for token in ends])
         self.compiled: OrderedDict[Constraint, Compiled] = OrderedDict()
@@ -144,11 +148,11 @@ class _Tokens:
 class _Encoder:
     """A Tokenizer with the attributes that llguidance asks for."""
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int):
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
         self.eos_token_id, self.bos_token_id = eos_token_id, None
-        self.tokens = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-        special = (CONTROL, UNKNOWN)
-        self.special_token_ids = [id for id, kind in enumerate(tokenizer.kinds) if kind in special]
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        kinds = enumerate(tokenizer.kinds[:vocab_size])
+        self.special_token_ids = [id for id, kind in kinds if kind in (CONTROL, UNKNOWN)]
         # Not the tokenizer itself, which goes when its model goes (_OF_TOKENIZERS).
         self._encoder, self._space_prefix = tokenizer.encoder, tokenizer.space_prefix
 
@@ -186,7 +190,10 @@ def _grammar(constraint: Constraint) -> str:
 
     text = constraint.text
     if constraint.kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, JSON)
+        try:
+            return LLMatcher.grammar_from_json_schema(text, JSON)
+        except ValueError as error:
+            raise ValueError(f"json_schema: {error}") from None
     if constraint.kind == "regex":
         return LLMatcher.grammar_from_regex(text)
     if constraint.kind == "choice":  # a terminal: as rules, many texts would take long

@@ -30,7 +30,7 @@ class Constraint:
             )
 
 
-def json_schema(schema: Mapping[str, Any] | bool | str) -> Constraint:
+def json_schema(schema: Mapping[str, Any] | str) -> Constraint:
     """Answers that are JSON of this schema, on one line as `json.dumps` writes it.
 
     schema   a JSON schema (draft 2020-12), as a dict or as JSON. Properties come in the schema's order.
@@ -43,7 +43,7 @@ def json_schema(schema: Mapping[str, Any] | bool | str) -> Constraint:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"json_schema: not JSON: {error}") from None
-    arguments.kind("json_schema", schema, (Mapping, bool), 'a schema such as {"type": "object"}')
+    arguments.kind("json_schema", schema, Mapping, 'a schema such as {"type": "object"}')
     try:
         return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:

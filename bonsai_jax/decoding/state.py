@@ -42,8 +42,8 @@ class State(struct.PyTreeNode):
     stop_ids    int32 [B, S], tokens that end a row, padded with -1
     sampler     each row's sampling parameters, key and token counts
     speculation  what `decode` proposes tokens from; None: it does not speculate
-    hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing are
-                programs of their own (engine/split_rows.py); else None
+    hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
+                are two programs (engine/split_rows.py); else None
     """
 
     cache: KVCache

@@ -58,15 +58,19 @@ class Constrained:
         return complete or len(answer.request.said) >= answer.request.max_new_tokens
 
     def drawn(self, answer: Answer, tokens: list[int]) -> None:
-        """Go on by tokens that were drawn. Raises ValueError where the constraint has become too large."""
-        if answer.matcher is not None and not answer.reader.end_tokens.intersection(tokens):
-            answer.matcher.consume(tokens)
-
-    def find(self, answer: Answer) -> None:
-        """Begin to find what may come next."""
-        matcher = answer.matcher
+        """Go on by tokens that were drawn, and find what may come next once `send` is called. Raises
+        ValueError where the constraint has become too large."""
+        matcher, request = answer.matcher, answer.request
         assert matcher is not None
-        self._masks.start(matcher, lambda error: self._found(answer, error))
+        if not tokens or answer.reader.end_tokens.intersection(tokens):
+            return
+        matcher.consume(tokens)
+        if not matcher.complete and len(request.said) < request.max_new_tokens:
+            self._find(answer)
+
+    def send(self) -> None:
+        """Have threads find what may come next."""
+        self._masks.send()
 
     def collect(self) -> None:
         """Let requests draw whose masks are made; wait for others, but not long."""
@@ -81,6 +85,11 @@ class Constrained:
     def close(self) -> None:
         self._masks.close()
 
+    def _find(self, answer: Answer) -> None:
+        matcher = answer.matcher
+        assert matcher is not None
+        self._masks.start(matcher, lambda error: self._found(answer, error))
+
     def _found(self, answer: Answer, error: Exception | None) -> None:
         request, matcher = answer.request, answer.matcher
         assert matcher is not None
@@ -93,7 +102,8 @@ class Constrained:
         elif self.over(answer):
             self._finish(answer, None)
         else:
-            self.find(answer)
+            self._find(answer)
+            self._masks.send()
 
     def _say_forced(self, answer: Answer) -> bool:
         """Have an answer say its forced tokens, where that is faster than to draw them. At its end they are
@@ -101,8 +111,7 @@ class Constrained:
         request, matcher = answer.request, answer.matcher
         assert matcher is not None
         forced = matcher.forced[: request.max_new_tokens - len(request.said)]
-        last = len(request.said) + len(forced) == request.max_new_tokens or matcher.ends_with_forced()
-        if last:
+        if matcher.ends or len(request.said) + len(forced) == request.max_new_tokens:
             request.said += forced
         elif not self._force(request, forced):
             return False

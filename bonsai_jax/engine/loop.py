@@ -122,10 +122,10 @@ class Loop:
                 self.runner.catch_up()
             self._read(flight)
             self.failures = 0
-        if plan is None and not reads:
+        if plan is None and not reads and self.constrained.pending:
             self.constrained.wait()
-        work = self._flying or self.scheduler.waiting or self.constrained.pending
-        return plan is not None or reads or bool(work)
+            return True
+        return plan is not None or reads or bool(self._flying) or bool(self.scheduler.waiting)
 
     def fail(self, error: Exception) -> None:
         """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what
@@ -233,9 +233,9 @@ class Loop:
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
         if any(plan.draws):
-            asked = self._asked(itertools.chain(*plan.draws))
+            asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
             call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
-            rows = list(numbered(plan.draws, plan.rows))
+            rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
         if plan.split and any(plan.writes):
             self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
@@ -275,25 +275,35 @@ class Loop:
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
-        for i, request in flight.rows:
-            self._extend(request, tokens[i][: counts[i]], steps[i], scores, i)
+        drawn = [(i, request, tokens[i][: counts[i]]) for i, request in flight.rows]
+        least = [self._record(request, new) for _, request, new in drawn]
+        self.constrained.send()  # threads make masks, and here text is made
+        for (i, request, new), most in zip(drawn, least, strict=True):
+            self._tell(request, new, steps[i], scores, i, most)
         self._time(flight)
 
-    def _extend(
-        self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int
-    ) -> None:
+    def _record(self, request: Request, new: list[int]) -> int:
+        """Note what a request has drawn. Returns the tokens that it draws at least, unless it ends."""
         least, _ = request.flights.popleft()
+        answer = self.answers.get(request)
+        if not request.ended and answer is not None:
+            request.said += new
+            if answer.matcher is not None:
+                try:
+                    self.constrained.drawn(answer, new)
+                except ValueError as error:
+                    self._finish(answer, error)
+        return least
+
+    def _tell(
+        self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int, least: int
+    ) -> None:
+        """Give an answer the piece that it has drawn, and end it where that is the last."""
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
-        request.said += new
         n = answer.logprobs
         row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
-        try:
-            self.constrained.drawn(answer, new)
-        except ValueError as error:
-            self._finish(answer, error)
-            return
         piece = self.piece(answer, new, row_scores, steps)
         undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
@@ -302,8 +312,6 @@ class Loop:
             answer.on_piece(piece)
         if undrawn:
             answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
-        elif answer.matcher is not None and piece.finish_reason is None:
-            self.constrained.find(answer)
 
     def piece(self, answer: Answer, new: list[int], scores: Logprobs | None = None, steps: int = 0) -> Piece:
         """The next piece of an answer: its tokens in `untold`, then the new ones."""

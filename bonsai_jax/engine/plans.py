@@ -108,7 +108,8 @@ class Plan:
     writes   for each device the requests that decode
     rows     of the decode program on each device
     steps    of decode
-    draws    for each device the requests that draw after the prefill, before the decode steps
+    draws    for each device the requests that draw after the prefill, before the decode steps, with their
+             rows, which after this plan may be another's
     split    the prefill draws nothing, and in place of decode steps `writes` read their newest token
     """
 
@@ -117,7 +118,7 @@ class Plan:
     writes: list[list[Request]]
     rows: int
     steps: int
-    draws: list[list[Request]] = dataclasses.field(default_factory=list)
+    draws: list[list[tuple[Request, int]]] = dataclasses.field(default_factory=list)
     split: bool = False
 
 

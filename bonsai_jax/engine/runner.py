@@ -211,20 +211,19 @@ class Runner:
 
     def draw(
         self,
-        draws: Sequence[Sequence[Request]],
+        draws: Sequence[Sequence[tuple[Request, int]]],
         rows: int,
         allowed: Callable[[Request], np.ndarray | None],
         logprobs: int | None,
     ) -> Call:
-        """split_rows.draw for these requests, padded likewise. allowed: the mask of a request; None: it may
-        draw any token."""
+        """split_rows.draw for these requests and their rows, padded likewise. allowed: the mask of a request;
+        None: it may draw any token."""
         columns = np.full(
             (rows * self.data, 1 + split_rows.mask_words(self.model.config.vocab_size)), -1, "i4"
         )
         columns[:, 0] = self._no_row
-        for i, request in numbered(draws, rows):
-            assert request.row is not None
-            columns[i, 0] = request.row
+        for i, (request, row) in numbered(draws, rows):
+            columns[i, 0] = row
             if (mask := allowed(request)) is not None:
                 columns[i, 1:] = mask.view(np.int32)
         options = self._options(logprobs)

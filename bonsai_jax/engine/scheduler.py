@@ -258,10 +258,14 @@ class Scheduler:
             request.flights.append((1, 1))
         return read
 
-    def _draws(self) -> list[list[Request]]:
-        """The requests of each device that draw what they have read for, those whose masks are ready."""
-        draws = [[r for r in d.running if r.row is not None and r.undrawn and r.ready] for d in self.devices]
-        for request in itertools.chain(*draws):
+    def _draws(self) -> list[list[tuple[Request, int]]]:
+        """The requests of each device that draw what they have read for, those whose masks are ready, and
+        their rows."""
+        draws = [
+            [(r, r.row) for r in d.running if r.row is not None and r.undrawn and r.ready]
+            for d in self.devices
+        ]
+        for request, _ in itertools.chain(*draws):
             request.flights.append((1, 1))
             request.undrawn, request.ready = False, not request.constrained
         return draws
