@@ -23,6 +23,7 @@ from bonsai_jax.engine.prompts import (
     answer_options,
     check_room,
     checked_sampling,
+    compiled_constraint,
     each_constraint,
     each_prompt,
     each_sampling,
@@ -139,8 +140,8 @@ def stream(
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    (checked,) = each_constraint(model, constraint, 1, speculate)
-    request = ids, checked_sampling(sampling), checked, _taking(pieces)
+    compiled = compiled_constraint(model, constraint, speculate)
+    request = ids, checked_sampling(sampling), compiled, _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()

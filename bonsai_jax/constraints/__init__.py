@@ -12,7 +12,6 @@
 from bonsai_jax.constraints.compiled import Compiled, Matcher, compile
 from bonsai_jax.constraints.constraint import (
     Constraint,
-    checked,
     choice,
     grammar,
     json_object,
@@ -24,7 +23,6 @@ __all__ = [
     "Compiled",
     "Constraint",
     "Matcher",
-    "checked",
     "choice",
     "compile",
     "grammar",

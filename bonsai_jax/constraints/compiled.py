@@ -7,6 +7,7 @@ tokenizer would cut it; an answer always gets them, so that its tokens do not de
 
 import functools
 import json
+import re
 import threading
 import weakref
 from collections import OrderedDict
@@ -210,6 +211,8 @@ def _reason(own: Any) -> str:
     error = own.get_error().strip()
     if "NoExtension" in error:
         return "no text matches it"
+    if wrong := re.search(r'(invalid regex ".*").*?^error: (.*?)$', error, re.DOTALL | re.MULTILINE):
+        return f"{wrong[2]}, {wrong[1]}"[:300]
     lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
     lines = lines[: next((i for i, line in enumerate(lines) if line.startswith("<backtrace>")), None)]
     return " ".join(lines)[:300] or "it does not allow this token"

@@ -23,7 +23,6 @@ class Constraint:
     text: str
 
     def __post_init__(self):
-        arguments.kind(self.kind, self.text, str, "a text")
         if len(self.text) > MOST_CHARACTERS:
             raise ValueError(
                 f"{self.kind} has {len(self.text):,} characters; it may have {MOST_CHARACTERS:,}"
@@ -42,12 +41,13 @@ def json_schema(schema: Mapping[str, Any] | str) -> Constraint:
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"json_schema: not JSON: {error}") from None
-    arguments.kind("json_schema", schema, Mapping, 'a schema such as {"type": "object"}')
+            raise ValueError(f"json_schema: schema is not JSON: {error}") from None
+    arguments.kind("json_schema: schema", schema, Mapping, 'a schema such as {"type": "object"}')
     try:
-        return Constraint("json_schema", json.dumps(schema, ensure_ascii=False, allow_nan=False))
+        text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema: not a JSON object: {error}") from None
+        raise ValueError(f"json_schema: schema is not JSON: {error}") from None
+    return Constraint("json_schema", text)
 
 
 def json_object() -> Constraint:
@@ -58,27 +58,25 @@ def json_object() -> Constraint:
 def regex(pattern: str) -> Constraint:
     """Answers that match a regular expression from beginning to end. Syntax: that of Rust's crate `regex`,
     without look-around, anchors and word boundaries."""
+    arguments.kind("regex: pattern", pattern, str, "a text")
     return Constraint("regex", pattern)
 
 
 def choice(texts: Sequence[str]) -> Constraint:
     """Answers that are one of these texts. Raises ValueError for none, and for an empty text."""
     if isinstance(texts, str) or not isinstance(texts, Sequence):
-        raise TypeError(f'choice is {arguments.shown(texts)}; give a list of texts such as ["yes", "no"]')
+        raise TypeError(
+            f'choice: texts is {arguments.shown(texts)}; give a list of texts such as ["yes", "no"]'
+        )
     if not texts or not all(isinstance(text, str) and text for text in texts):
-        raise ValueError(f"choice is {arguments.shown(texts)}; give one text or more, none of them empty")
+        raise ValueError(
+            f"choice: texts is {arguments.shown(texts)}; give one text or more, none of them empty"
+        )
     return Constraint("choice", json.dumps(list(dict.fromkeys(texts)), ensure_ascii=False))
 
 
 def grammar(text: str) -> Constraint:
     """Answers that a context-free grammar makes, written in Lark's syntax as llguidance reads it, with the
     rule `start`; or in llama.cpp's GBNF, with the rule `root`."""
+    arguments.kind("grammar: text", text, str, "a text")
     return Constraint("grammar", text)
-
-
-def checked(constraint: Any) -> Constraint | None:
-    """Raises TypeError for what is no constraint, nor None."""
-    remedy = 'a constraint, such as bj.regex("[0-9]+") or bj.json_schema({...})'
-    if constraint is not None:
-        arguments.kind("constraint", constraint, Constraint, remedy)
-    return constraint

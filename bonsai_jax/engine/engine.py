@@ -22,7 +22,7 @@ from bonsai_jax.engine.prompts import (
     Prompt,
     answer_options,
     checked_sampling,
-    each_constraint,
+    compiled_constraint,
     encode,
     step_options,
 )
@@ -176,8 +176,8 @@ class Engine:
         n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
+        compiled_constraint(self.model, constraint, self.options.speculate)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
-        each_constraint(self.model, constraint, 1, self.options.speculate)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
         answers = [

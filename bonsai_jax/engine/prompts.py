@@ -66,27 +66,29 @@ def each_constraint(
     rows: int,
     speculate: str | None,
 ) -> list[Constraint | None]:
-    """One constraint, or None, for each prompt, all of them compiled. Raises ValueError for one that cannot
-    be compiled, and NotImplementedError where draws have no masks."""
-    if isinstance(constraint, list | tuple):
-        if len(constraint) != rows:
-            raise ValueError(
-                f"constraint: {len(constraint)} constraints for {rows} prompts; give one for all, or one each"
-            )
-        each = list(map(constraints.checked, constraint))
-    else:
-        each = [constraints.checked(constraint)] * rows
-    for one in dict.fromkeys(each):
-        if one is None:
-            continue
-        if speculate is not None:
-            raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
-        if jax.process_count() > 1:
-            raise NotImplementedError(
-                "constraint over several processes; run one process for all its devices"
-            )
-        constraints.compile(one, model.tokenizer, model.config.vocab_size)
-    return each
+    """One constraint, or None, for each prompt. Errors as for `compiled_constraint`."""
+    if not isinstance(constraint, list | tuple):
+        return [compiled_constraint(model, constraint, speculate)] * rows
+    if len(constraint) != rows:
+        raise ValueError(
+            f"constraint: {len(constraint)} constraints for {rows} prompts; give one for all, or one each"
+        )
+    return [compiled_constraint(model, one, speculate) for one in constraint]
+
+
+def compiled_constraint(model: Model, constraint: Any, speculate: str | None) -> Constraint | None:
+    """The constraint, compiled. Raises TypeError for what is neither one nor None, ValueError for one that
+    cannot be compiled, and NotImplementedError where draws have no masks."""
+    if constraint is None:
+        return None
+    remedy = 'a constraint, such as bj.regex("[0-9]+") or bj.json_schema({...})'
+    arguments.kind("constraint", constraint, Constraint, remedy)
+    if speculate is not None:
+        raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
+    if jax.process_count() > 1:
+        raise NotImplementedError("constraint over several processes; one process can use many devices")
+    constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
+    return constraint
 
 
 def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

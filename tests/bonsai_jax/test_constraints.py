@@ -183,13 +183,13 @@ def test_what_is_compiled_is_found_again_and_bounded(monkeypatch):
 
 
 WRONG = {
-    "no JSON": (lambda: bj.json_schema("{"), ValueError, "json_schema: not JSON"),
-    "no schema": (lambda: bj.json_schema([1]), TypeError, "json_schema is a list"),
+    "no JSON": (lambda: bj.json_schema("{"), ValueError, "json_schema: schema is not JSON"),
+    "no schema": (lambda: bj.json_schema([1]), TypeError, "json_schema: schema is a list"),
     "a schema with a set": (lambda: bj.json_schema({"enum": {1}}), ValueError, "json_schema: "),
-    "a text for choice": (lambda: bj.choice("yes"), TypeError, "choice is 'yes'; give a list"),
-    "no choice": (lambda: bj.choice([]), ValueError, "choice is []"),
+    "a text for choice": (lambda: bj.choice("yes"), TypeError, "choice: texts is 'yes'; give a list"),
+    "no choice": (lambda: bj.choice([]), ValueError, "choice: texts is []"),
     "an empty choice": (lambda: bj.choice(["a", ""]), ValueError, "none of them empty"),
-    "a number for regex": (lambda: bj.regex(3), TypeError, "regex is a int; give a text"),
+    "a number for regex": (lambda: bj.regex(3), TypeError, "regex: pattern is a int; give a text"),
     "too long": (lambda: bj.grammar("x" * 70_000), ValueError, "70,000 characters; it may have 65,536"),
 }
 
