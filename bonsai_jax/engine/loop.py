@@ -91,6 +91,7 @@ class Loop:
     def add(self, answer: Answer) -> None:
         if answer.matcher is not None:
             if self.constrained.over(answer):  # nothing is to be drawn
+                answer.request.ended = True
                 answer.on_piece(self.piece(answer, []))
                 return
             self.runner.split()

@@ -89,8 +89,8 @@ def draw(
     columns   the row's number, beyond all rows for padding; the words of its mask, as steps.draw has them
     The result has size 1. What mixers store is not in the state that a logits_processor sees.
     """
-    rows, words = columns[:, 0], columns[:, 1:]
-    allowed = jax.lax.optimization_barrier(jax.lax.bitcast_convert_type(words, jnp.uint32))
+    rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
+    allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
     remembers = whole.rows_remember(pool, rows, logits_processor)
     state = _only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
     hidden: Any = state.hidden

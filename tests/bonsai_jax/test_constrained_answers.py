@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import re
+import threading
 import time
 
 import jsonschema
@@ -152,6 +153,45 @@ def test_answers_survive_pre_emption():
         assert answers(tight) == answers(roomy)
         assert tight._loop.scheduler.preempted > 0
         assert_all_pages_are_back(tight)
+
+
+def test_a_mixed_crowd_has_the_answers_that_each_has_alone():
+    """Constraints or none, shared beginnings, priorities, cancellations, and too few pages."""
+    rng, shared = np.random.default_rng(5), prompt(20, 1)
+    each = [
+        None,
+        bj.json_schema(PERSON),
+        WORDS,
+        bj.choice(["alpha beta", "alpha", "be"]),
+        bj.regex("[a-f]{30}"),
+    ]
+    with bj.Engine(tiny(), **SHAPE | {"pages": 7}) as engine:
+
+        def submit(i: int):
+            ids = [*shared[: 4 * (i % 6)], *prompt(1 + i % 13, i)]
+            how = {"ignore_eos": i % 4 == 0, "priority": i % 2, "max_new_tokens": 5 + 7 * (i % 6)}
+            params = dataclasses.replace(NOISE, seed=i, temperature=float(i % 3 > 0))
+            return engine.submit(ids, params, constraint=each[i % 5], **how)
+
+        singly = [submit(i).result(60) for i in range(40)]
+        handles = [submit(i) for i in range(40)]
+        for i in np.flatnonzero(rng.random(40) < 0.15):
+            threading.Timer(float(rng.random()) * 0.1, handles[i].cancel).start()
+        for handle, output in zip(handles, singly, strict=True):
+            again = handle.result(60)
+            cancelled = again.finish_reason == "cancelled"
+            assert again.tokens == (output.tokens[: len(again.tokens)] if cancelled else output.tokens)
+        assert engine._loop.scheduler.preempted > 0 and engine._loop.scheduler.constrained == 0
+        assert_all_pages_are_back(engine)
+
+
+def test_a_shared_beginning_is_read_once(engine):
+    ids = prompt(40, 77)
+    first, second = (
+        engine.submit(ids, GREEDY, max_new_tokens=30, constraint=bj.json_schema(PERSON)).result(60)
+        for _ in range(2)
+    )
+    assert first.tokens == second.tokens and first.cached_tokens == 0 and second.cached_tokens >= 39
 
 
 def test_a_cancelled_answer_leaves_others_alone(engine):
