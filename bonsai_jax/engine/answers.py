@@ -140,7 +140,7 @@ class Answer:
     on_piece  called with each Piece, or with the exception that ends it
     cached    tokens of the prompt that were in the cache
     matcher   where it stands in its constraint; None: it has none
-    untold    forced tokens that `reader` has not read yet
+    untold    drawn and forced tokens that `reader` has not read yet
     began     a piece of it has been made
     """
 

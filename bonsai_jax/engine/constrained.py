@@ -1,7 +1,9 @@
 """The answers of a loop that have a constraint: their matchers, masks and forced tokens.
 
-a token that was drawn -> drawn: the matcher goes on; find: a thread finds what may come next
-  -> collect: the request is ready for its next draw, or it reads forced tokens in one chunk
+    tokens that were drawn -> drawn: the matcher goes on, and a thread finds what may come next
+        -> collect: the request is ready for its next draw, or it says forced tokens
+
+Forced tokens at the beginning of an answer are read with its prompt, many in a row in one chunk.
 """
 
 from collections.abc import Callable
@@ -79,8 +81,7 @@ class Constrained:
 
     def wait(self) -> None:
         """Wait for a mask."""
-        if self._masks.pending:
-            self._masks.collect(IDLE_S)
+        self._masks.wait(IDLE_S)
 
     def close(self) -> None:
         self._masks.close()

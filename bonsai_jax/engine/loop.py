@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,6 +59,7 @@ class Loop:
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
+        self._untold: list[tuple[Any, ...]] = []  # arguments of _tell
         self._read_at: float | None = None
 
     def ask(
@@ -92,7 +94,7 @@ class Loop:
         if answer.matcher is not None:
             if self.constrained.over(answer):  # nothing is to be drawn
                 answer.request.ended = True
-                answer.on_piece(self.piece(answer, []))
+                answer.on_piece(self.piece(answer))
                 return
             self.runner.split()
         self.answers[answer.request] = answer
@@ -116,6 +118,7 @@ class Loop:
             else:
                 self.plans += 1
                 self._dispatch(plan)
+        self._tell_all()  # of the draw before this plan
         if self._flying and (plan is None or self._unread_plans() > 1):
             flight, reads = self._flying.popleft(), True  # it may free the pages that a request waits for
             first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
@@ -133,6 +136,7 @@ class Loop:
         making the pool raises."""
         self.failures += 1
         self._flying.clear()
+        self._untold.clear()
         waiting = self.scheduler.waiting
         unread = {request for request in waiting if not request.flights}
         lost = [answer for request, answer in self.answers.items() if request not in unread]
@@ -276,11 +280,13 @@ class Loop:
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
-        drawn = [(i, request, tokens[i][: counts[i]]) for i, request in flight.rows]
-        least = [self._record(request, new) for _, request, new in drawn]
-        self.constrained.send()  # threads make masks, and here text is made
-        for (i, request, new), most in zip(drawn, least, strict=True):
-            self._tell(request, new, steps[i], scores, i, most)
+        for i, request in flight.rows:
+            new = tokens[i][: counts[i]]
+            least = self._record(request, new)
+            self._untold.append((request, len(new), steps[i], scores, i, least))
+        self.constrained.send()
+        if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
+            self._tell_all()
         self._time(flight)
 
     def _record(self, request: Request, new: list[int]) -> int:
@@ -289,6 +295,7 @@ class Loop:
         answer = self.answers.get(request)
         if not request.ended and answer is not None:
             request.said += new
+            answer.untold += new
             if answer.matcher is not None:
                 try:
                     self.constrained.drawn(answer, new)
@@ -296,28 +303,34 @@ class Loop:
                     self._finish(answer, error)
         return least
 
+    def _tell_all(self) -> None:
+        """Give answers the pieces that they have drawn."""
+        untold, self._untold = self._untold, []
+        for draw in untold:
+            self._tell(*draw)
+
     def _tell(
-        self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int, least: int
+        self, request: Request, count: int, steps: int, scores: Logprobs | None, row: int, least: int
     ) -> None:
-        """Give an answer the piece that it has drawn, and end it where that is the last."""
+        """Give an answer what it has drawn, so many tokens, and end it where that is the last."""
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
         n = answer.logprobs
         row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
-        piece = self.piece(answer, new, row_scores, steps)
-        undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
+        piece = self.piece(answer, row_scores, steps)
+        undrawn = piece.finish_reason is None and count < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
             self.cancel(answer)
-        if new or piece.finish_reason is not None:
+        if count or piece.finish_reason is not None:
             answer.on_piece(piece)
         if undrawn:
             answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
 
-    def piece(self, answer: Answer, new: list[int], scores: Logprobs | None = None, steps: int = 0) -> Piece:
-        """The next piece of an answer: its tokens in `untold`, then the new ones."""
+    def piece(self, answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Piece:
+        """The next piece of an answer, of its tokens in `untold`."""
         request, matcher = answer.request, answer.matcher
-        tokens, answer.untold = [*answer.untold, *new], []
+        tokens, answer.untold = answer.untold, []
         complete = matcher is not None and matcher.complete
         ended = len(request.said) >= request.max_new_tokens
         if answer.began:
@@ -331,9 +344,11 @@ class Loop:
 
     def _finish(self, answer: Answer, error: Exception | None) -> None:
         """End an answer whose constraint allows no more, or has failed."""
-        last = self.piece(answer, []) if error is None else error
-        self.cancel(answer)
-        answer.on_piece(last)
+        self._tell_all()
+        if not answer.request.ended:  # else it has told its last
+            last = self.piece(answer) if error is None else error
+            self.cancel(answer)
+            answer.on_piece(last)
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:

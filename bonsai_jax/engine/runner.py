@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import split_rows
+from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
@@ -75,39 +75,6 @@ class Options:
     prefill_tokens: int = 0
     reproducible: bool = False
     checkpoints: int = 0
-
-
-class Caller:
-    """An executor that works in the thread of its caller, when a result is needed or on `catch_up`. So a
-    first token can be read before the decode steps that follow it are compiled."""
-
-    class Result(concurrent.futures.Future):
-        def __init__(self, caller: "Caller"):
-            super().__init__()
-            self.caller = caller
-
-        def result(self, timeout: float | None = None) -> Any:
-            self.caller.catch_up(until=self)
-            return super().result(timeout)
-
-    def __init__(self):
-        self._work: deque[tuple[Caller.Result, Callable]] = deque()
-
-    def submit(self, run: Callable) -> "Caller.Result":
-        result = self.Result(self)
-        self._work.append((result, run))
-        return result
-
-    def catch_up(self, until: "Caller.Result | None" = None) -> None:
-        while self._work and not (until is not None and until.done()):
-            result, run = self._work.popleft()
-            try:
-                result.set_result(run())
-            except Exception as error:
-                result.set_exception(error)
-
-    def shutdown(self) -> None:
-        self._work.clear()
 
 
 class Runner:

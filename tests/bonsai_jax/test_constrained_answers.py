@@ -380,7 +380,7 @@ def test_an_engine_without_constraints_compiles_none_of_their_programs(engine):
 
 
 def test_warmup_compiles_programs_for_constraints():
-    with bj.Engine(tiny(), max_batch_size=2, context=64, prefill_tokens=32, pages=8) as engine:
+    with bj.Engine(tiny(), max_batch_size=1, context=64, prefill_tokens=32, pages=8) as engine:
         engine.warmup(constraints=True)
         assert engine._loop.scheduler.compiled_split == engine._loop.scheduler.compiled
         output = engine.submit("x", NOISE, max_new_tokens=20, constraint=bj.choice(["a", "b"])).result(60)

@@ -319,6 +319,10 @@ def test_a_slow_mask_does_not_hold_up_others():
     masks.send()
     masks.collect(0.1)
     assert sorted(order) == [("broken", "too large"), ("quick", "")] and masks.pending == 1
+    began = time.perf_counter()
+    masks.collect(5)  # it waits once
+    assert time.perf_counter() - began < 0.15 and masks.pending == 1
+    masks.wait(5)
     masks.collect(5)
     assert order[2:] == [("slow", "")] and masks.pending == 0
     masks.close()
