@@ -53,6 +53,7 @@ class Scheduler:
         self.compiled: set[int | tuple[int, int]] = set()
         self.compiled_split: set[int | tuple[int, int]] = set()
         self.constrained = self.preempted = 0
+        self._split = False  # the last plan
         self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
@@ -87,9 +88,10 @@ class Scheduler:
                     device.free_rows.append(request.row)  # all its draws are dispatched
                     request.row = None
         self._admit()
-        split = self.constrained > 0
+        split, was_split = self.constrained > 0, self._split
+        self._split = split
         reads, shape = self._reads()
-        draws = self._draws()
+        draws = self._draws() if split or was_split else [[] for _ in self.devices]
         writes, steps = self._writes()
         rows = self._decode_rows(max(map(len, [*draws, *writes])))
         return Plan(reads, shape, writes, rows, steps, draws, split) if any(reads) or rows else None
