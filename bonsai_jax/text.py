@@ -182,11 +182,7 @@ def compile_ahead(
     requests = [(*each, _taking([])) for each in zip(ids, per_row, constraints, strict=True)]
     if not requests:
         return
-    loop = _asked(model.shapes(), requests, how, **options)
-    plan = loop.scheduler.plan()
-    if plan is not None:  # else all answers are known from their constraints
-        loop.compile(plan.shape)
-    loop.runner.finish_alone()
+    _asked(model.shapes(), requests, how, **options).compile_first()
 
 
 def _taking(pieces: Any) -> Callable[[Any], None]:
@@ -221,8 +217,8 @@ def _asked(
     how: dict[str, Any],
     **options: Any,
 ) -> Loop:
-    """A loop that has all these requests, and room for them; its decode program is being compiled. how:
-    arguments of Loop.ask; options: of Options."""
+    """A loop that has all these requests, and room for them; its decode programs will be compiled beside its
+    first prefill. how: arguments of Loop.ask; options: of Options."""
     ids = [prompt for prompt, *_ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])

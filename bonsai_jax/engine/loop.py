@@ -61,6 +61,7 @@ class Loop:
         self._flying: deque[Flight] = deque()
         self._untold: list[tuple[Any, ...]] = []  # arguments of _tell
         self._read_at: float | None = None
+        self._beside_prefill: list[Call] = []  # of the decode programs that `prepare` named
 
     def ask(
         self,
@@ -193,17 +194,31 @@ class Loop:
         return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
-        """Start to compile the decode program for this batch size. Call it before the first prefill, so that
-        both programs are compiled at the same time."""
+        """Have the decode program for this batch size compiled beside that of the first prefill."""
         split = self.scheduler.constrained > 0
         (self.scheduler.compiled_split if split else self.scheduler.compiled).add(rows)
-        self.compile(rows)
+        self._beside_prefill = self._calls(rows)
 
-    def compile(self, size: int | tuple[int, int]) -> None:
-        """Start to compile the programs for decode of a number of rows, or for prefill of a shape."""
+    def compile_first(self) -> None:
+        """Begin to compile what the requests run first, for another loop of this process, and take no more
+        calls."""
+        plan = self.scheduler.plan()
+        if plan is not None:  # else all answers are known from their constraints
+            (call,) = self._calls(plan.shape)
+            self.runner.compile(call)
+            self._compile_beside(call)
+        self.runner.finish_alone()
+
+    def _calls(self, size: int | tuple[int, int]) -> list[Call]:
+        """Of the programs for decode of a number of rows, or of that for prefill of a shape."""
         asked = self._asked(self.answers)
         split = self.scheduler.constrained > 0
-        for call in self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]:
+        return self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]
+
+    def _compile_beside(self, prefill: Call) -> None:
+        """Begin to compile a prefill, and then the decode programs that wait for it."""
+        calls, self._beside_prefill = self._beside_prefill, []
+        for call in [prefill, *calls] if calls else []:
             self.runner.compile(call)
 
     def _empty_scheduler(self) -> Scheduler:
@@ -234,7 +249,9 @@ class Loop:
         if reads:
             asked = self._asked(read.request for read in reads)
             how = plan.shape, self._rules, asked, plan.split
-            drawn = self.runner.dispatch(self.runner.prefill(plan.reads, *how))
+            call = self.runner.prefill(plan.reads, *how)
+            self._compile_beside(call)
+            drawn = self.runner.dispatch(call)
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
         if any(plan.draws):

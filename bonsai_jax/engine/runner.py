@@ -34,8 +34,8 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights import placement
-from pallas_kernels.device import platform
+from bonsai_jax.weights import memory, placement
+from pallas_kernels.device import in_use, platform
 
 # XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
 # WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
@@ -92,6 +92,10 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
+        if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
+            tokens = options.pages * model.run.page_size
+            needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
+            machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
         self._split_programs: Programs | None = None  # None: no request has had a constraint
@@ -212,7 +216,7 @@ class Runner:
         """`padding` for the programs of split steps."""
         none, rules = self._nothing()
         if isinstance(size, int):
-            return [self.read_newest(none, size), self.draw(none, size, lambda request: None, logprobs)]
+            return [self.draw(none, size, lambda request: None, logprobs), self.read_newest(none, size)]
         return [self.prefill(none, size, rules, logprobs, split=True)]
 
     def _nothing(self) -> tuple[list[list[Any]], Callable[[Request], np.ndarray]]:
