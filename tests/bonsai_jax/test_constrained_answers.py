@@ -137,17 +137,16 @@ def test_several_answers_to_one_prompt_have_matchers_of_their_own(engine):
 
 def test_answers_survive_pre_emption():
     """Pages for one and a half of them: requests lose their rows, and continue where they were."""
-    shape = SHAPE | {"pages": 8}
     long = bj.regex("([a-z]{1,3} ){30}")
-    with bj.Engine(tiny(), **SHAPE) as roomy, bj.Engine(tiny(), **shape) as tight:
+    with bj.Engine(tiny(), **SHAPE) as roomy, bj.Engine(tiny(), **SHAPE | {"pages": 8}) as tight:
 
         def answers(engine):
-            handles = [
-                engine.submit(
-                    prompt(28, i), dataclasses.replace(NOISE, seed=i), max_new_tokens=40, constraint=long
-                )
-                for i in range(4)
-            ]
+            gate = threading.Event()
+            engine._send(gate.wait)  # all of them are there before the first runs
+            params = [dataclasses.replace(NOISE, seed=i) for i in range(4)]
+            how = {"max_new_tokens": 40, "constraint": long}
+            handles = [engine.submit(prompt(28, i), own, **how) for i, own in enumerate(params)]
+            gate.set()
             return [handle.result(60).tokens for handle in handles]
 
         assert answers(tight) == answers(roomy)
@@ -174,7 +173,10 @@ def test_a_mixed_crowd_has_the_answers_that_each_has_alone():
             return engine.submit(ids, params, constraint=each[i % 5], **how)
 
         singly = [submit(i).result(60) for i in range(40)]
+        gate = threading.Event()
+        engine._send(gate.wait)
         handles = [submit(i) for i in range(40)]
+        gate.set()
         for i in np.flatnonzero(rng.random(40) < 0.15):
             threading.Timer(float(rng.random()) * 0.1, handles[i].cancel).start()
         for handle, output in zip(handles, singly, strict=True):
