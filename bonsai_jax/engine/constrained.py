@@ -6,6 +6,7 @@
 Forced tokens at the beginning of an answer are read with its prompt, many in a row in one chunk.
 """
 
+import time
 from collections.abc import Callable
 
 from bonsai_jax import constraints
@@ -15,7 +16,10 @@ from bonsai_jax.engine.answers import Answer
 from bonsai_jax.engine.plans import Request
 from bonsai_jax.model import Model
 
-LATE_S = 0.005  # a plan waits this long for masks; it leaves out requests whose masks are later
+# A plan waits so many seconds for masks, or this share of a step, in which the device is busy anyway. It
+# leaves out requests whose masks are later.
+LATE_S, LATE_STEPS = 0.005, 0.25
+LONGEST_STEP_S = 0.4
 IDLE_S = 0.05  # most seconds to wait for a mask where there is nothing else to do
 
 
@@ -34,6 +38,7 @@ class Constrained:
     ):
         self._model, self._force, self._finish = model, force, finish
         self._masks = Masks()
+        self._sent_at = self._step_s = 0.0
 
     @property
     def pending(self) -> int:
@@ -71,13 +76,15 @@ class Constrained:
             self._find(answer)
 
     def send(self) -> None:
-        """Have threads find what may come next."""
+        """Have threads find what may come next. Called once a step."""
         self._masks.send()
+        before, self._sent_at = self._sent_at, time.perf_counter()
+        self._step_s = min(self._sent_at - before, LONGEST_STEP_S)
 
     def collect(self) -> None:
         """Let requests draw whose masks are made; wait for others, but not long."""
         if self._masks.pending:
-            self._masks.collect(LATE_S)
+            self._masks.collect(max(LATE_S, LATE_STEPS * self._step_s))
 
     def wait(self) -> None:
         """Wait for a mask."""
