@@ -18,7 +18,7 @@ from bonsai_jax.model import Model
 
 # A plan waits so many seconds for masks, or this share of a step, in which the device is busy anyway. It
 # leaves out requests whose masks are later.
-LATE_S, LATE_STEPS = 0.005, 0.25
+LATE_S, LATE_STEPS = 0.005, 0.5
 LONGEST_STEP_S = 0.4
 IDLE_S = 0.05  # most seconds to wait for a mask where there is nothing else to do
 

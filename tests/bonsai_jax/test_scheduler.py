@@ -1,8 +1,8 @@
 """Every policy of the scheduler, as tables of decisions.
 
 A plan is written as text: "a[0:8] b[0:4] in 4x8, ab x2" reads a's tokens 0 to 8 and b's 0 to 4 in an array of
-4 rows of 8 tokens, and then decodes a and b for 2 steps. "draw a, read ab" are halves of split steps. Pages have
-4 tokens. test_scheduler_tokens.py runs the plans.
+4 rows of 8 tokens, and then decodes a and b for 2 steps. "draw a, read ab" are halves of split steps. Pages
+have 4 tokens. test_scheduler_tokens.py runs the plans.
 """
 
 import itertools
