@@ -1,0 +1,193 @@
+"""Checks of the fields of a body. Each returns the value as a Request has it, or raises FieldError.
+
+A field that is null counts as missing.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bonsai_jax import constraints
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
+from bonsai_jax.protocols.errors import FieldError
+
+MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6
+MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
+
+Check = Callable[[str, Any], Any]
+
+
+def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, path: str) -> dict[str, Any]:
+    """Values of the fields of a body that its protocol knows.
+
+    strict  raise FieldError for another field
+    """
+    given = {}
+    for name, value in body.items():
+        if name not in known:
+            if strict:
+                names = ", ".join(sorted(known))
+                raise FieldError(name, f"not a field that {path} takes; it takes {names}")
+        elif value is not None:
+            given[name] = known[name](name, value)
+    return given
+
+
+def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
+    own = {name: given[name] for name in SAMPLING if name in given}
+    for name, value in own.items():
+        try:
+            SamplingParams(**{name: value})
+        except ValueError as error:
+            raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+    return own
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(name, f"{shown(value)} is not a text")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(name, f"{shown(value)} is not a number")
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FieldError(name, f"{shown(value)} is not a whole number")
+    return value
+
+
+def top_k(name: str, value: Any) -> int:
+    """-1 is 0 in other servers: all tokens."""
+    return max(0, value) if whole(name, value) == -1 else value
+
+
+def between(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if not low <= whole(name, value) <= high:
+            raise FieldError(name, f"{value} does not lie in {low} to {high}")
+        return value
+
+    return check
+
+
+def within(low: float, high: float) -> Check:
+    """Numbers beyond any use, which float32 would make infinite or 0, are errors."""
+
+    def check(name: str, value: Any) -> float:
+        if number(name, value) > high or value < low:
+            raise FieldError(name, f"is {shown(value)}; it must lie in {low:g} to {high:g}")
+        return value
+
+    return check
+
+
+def truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(name, f"{shown(value)} is neither true nor false")
+    return value
+
+
+def stop(name: str, value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise FieldError(name, f"{shown(value)} is neither a text nor a list of texts, none of them empty")
+    if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
+        raise FieldError(name, f"at most {MOST_STOPS} texts of {LONGEST_STOP} characters each are taken")
+    return texts
+
+
+def bias(name: str, value: Any) -> dict[int, float]:
+    ids = isinstance(value, dict) and all(token.isdecimal() and len(token) < 11 for token in value)
+    if not ids:
+        raise FieldError(name, f'{shown(value)} is not an object such as {{"50256": -100}}')
+    if len(value) > MOST_BIASES:
+        raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")
+    in_range = within(-MOST_BIAS, MOST_BIAS)
+    return {int(token): in_range(f"{name}.{token}", bias) for token, bias in value.items()}
+
+
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FieldError(name, f"{shown(value)} is not an object")
+    return value
+
+
+def response_format(name: str, value: Any) -> Constraint | None:
+    """The constraint that a response_format asks for; None: any text.
+
+    {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}};
+    in the last "name", "description" and "strict" have no effect: answers always match the schema.
+    """
+    kind = json_object(name, value).get("type")
+    fields = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
+    if not isinstance(kind, str) or kind not in fields:
+        raise FieldError(f"{name}.type", f"{shown(kind)} is not supported, only {', '.join(fields)}")
+    for other in value.keys() - fields[kind]:
+        raise FieldError(f"{name}.{other}", f"not a field of a format of type {kind}")
+    if kind != "json_schema":
+        return None if kind == "text" else constraints.json_object()
+    where = f"{name}.json_schema"
+    given = json_object(where, value.get(kind))
+    for other in given.keys() - {"name", "description", "schema", "strict"}:
+        raise FieldError(f"{where}.{other}", "not a field; it has name, description, schema and strict")
+    schema = json_object(f"{where}.schema", given.get("schema"))
+    try:
+        return constraints.json_schema(schema)
+    except ValueError as error:
+        raise FieldError(f"{where}.schema", str(error)) from None
+
+
+def only(*allowed: Any) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise FieldError(name, f"{shown(value)} is not supported; leave it out")
+        return value
+
+    return check
+
+
+def one_of(*texts: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in texts:
+            raise FieldError(name, f"{shown(value)} is none of {', '.join(texts)}")
+        return value
+
+    return check
+
+
+def ids(name: str, value: Any) -> list[int]:
+    if not _are_ids(value):
+        raise FieldError(name, f"{shown(value)} is not a list of token ids")
+    return value
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def prompt(name: str, value: Any) -> list[Any]:
+    """A text, a list of texts, token ids, or a list of such lists."""
+    if isinstance(value, str) or _are_ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) or _are_ids(one) for one in value):
+        return value
+    raise FieldError(name, f"{shown(value)} is not a text, a list of token ids, or a list of these")
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+SAMPLING: dict[str, Check] = {
+    **dict.fromkeys(("top_p", "min_p", "frequency_penalty", "presence_penalty"), number),
+    **{"temperature": within(0, MOST_TEMPERATURE), "repetition_penalty": within(*REPETITIONS)},
+    **{"top_k": top_k, "seed": whole, "logit_bias": bias},
+}
