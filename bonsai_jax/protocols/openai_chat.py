@@ -22,7 +22,6 @@ FIELDS = {
     **openai.COMMON,
     **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
     **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
-    **{"response_format": fields.only({"type": "text"})},
 }
 
 
@@ -62,6 +61,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         logprobs=logprobs,
         stream=stream,
         stream_usage=usage,
+        constraint=given.get("response_format"),
     )
 
 

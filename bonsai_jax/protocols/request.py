@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from bonsai_jax.constraints import Constraint
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -19,6 +21,7 @@ class Request:
     echo       answers begin with their prompts
     stream     the answer is a stream of events
     stream_usage     whose last has the usage
+    constraint what answers must match; None: anything
     """
 
     path: str
@@ -35,6 +38,7 @@ class Request:
     echo: bool = False
     stream: bool = False
     stream_usage: bool = False
+    constraint: Constraint | None = None
 
     @property
     def where(self) -> str:

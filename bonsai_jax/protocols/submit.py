@@ -8,7 +8,9 @@ Encoding texts and rendering templates may take seconds: call this outside of an
 import dataclasses
 from typing import Any, cast
 
+from bonsai_jax import constraints
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
@@ -48,7 +50,10 @@ class Submission:
 
 
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
-    """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
+    """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room, and for a
+    constraint that cannot be compiled."""
+    if request.constraint is not None:
+        _compile(request.constraint, model)
     try:
         prompts = [_ids(request, model, prompt, defaults) for prompt in request.prompts]
     except FieldError:
@@ -58,11 +63,19 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
-    how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
+    how: dict[str, Any] = {"stop": request.stop, "ignore_eos": request.ignore_eos}
+    how |= {"logprobs": request.logprobs, "constraint": request.constraint}
     return [
         Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, **how})
         for ids, own, new in zip(prompts, each, lengths, strict=True)
     ]
+
+
+def _compile(constraint: Constraint, model: Model) -> None:
+    try:
+        constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
+    except (ValueError, ImportError) as error:
+        raise FieldError("response_format", str(error)) from None
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any]) -> list[int]:
