@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from bonsai_jax import forks
-from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
+from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
@@ -178,6 +178,7 @@ class Engine:
         logprobs: int | None = None,
         n: int = 1,
         constraint: Constraint | None = None,
+        owner: str = "",
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
@@ -186,6 +187,7 @@ class Engine:
         n          answers, with seeds seed, seed + 1, ...; at most 4,096
         constraint what every answer must match. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
+        owner      requests share cached beginnings of prompts with those of the same owner alone
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -197,6 +199,7 @@ class Engine:
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
         compiled_constraint(self.model, constraint, self.options.speculate)
+        kind("owner", owner, str, "a name")
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
@@ -209,6 +212,7 @@ class Engine:
                 logprobs=logprobs,
                 index=index,
                 constraint=constraint,
+                owner=owner,
                 on_piece=handle.add,
             )
             for index in range(n)

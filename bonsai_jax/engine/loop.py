@@ -94,6 +94,7 @@ class Loop:
         logprobs: int | None = None,
         index: int = 0,
         constraint: Constraint | None = None,
+        owner: str = "",
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
         """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
@@ -101,7 +102,7 @@ class Loop:
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
-        request = Request(ids, max_new_tokens, reusable, vectors, priority)
+        request = Request(ids, max_new_tokens, reusable, vectors, priority, owner)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty

@@ -15,6 +15,7 @@ class Request:
                    the last
     vectors        the prompt is vectors
     priority       a higher one runs first; equal ones run in order of arrival
+    owner          it may share with requests of the same owner alone
     said           tokens that have been drawn and are known to the host
     number         in order of arrival
     device, row    where it runs; None: it waits. A row is also None when its last draws are dispatched
@@ -37,6 +38,7 @@ class Request:
     reusable: int | None = None
     vectors: bool = False
     priority: int = 0
+    owner: str = ""
     said: list[int] = dataclasses.field(default_factory=list)
     number: int = 0
     device: int | None = None

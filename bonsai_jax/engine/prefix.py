@@ -11,6 +11,9 @@ A page that agrees only at its beginning is copied, and the new owner writes aft
 A model with a recurrent state can continue only from positions where the state was saved too, in a checkpoint
 after a full page; `match` then ends at a node that has one. A state may be as large as many pages, so there
 are few checkpoints, and the least recently used one is overwritten.
+
+Each owner of requests has a root, so that nobody can tell from the time of an answer how another's prompt
+begins.
 """
 
 import dataclasses
@@ -68,15 +71,16 @@ class PrefixCache:
         self.checkpoints = None if checkpoints is None else Pages(checkpoints, self._overwritten)
         self._saved: dict[int, Node] = {}
         self.pages = Pages(count, self._forget)
-        self._root = Node((), -1, None, True)
+        self._roots: dict[str, Node] = {}  # by owner
         self._nodes: dict[int, Node] = {}
 
-    def match(self, tokens: list[int], most: int) -> Match | None:
-        """The longest beginning of `tokens`, at most `most` of them, that the cache has. None while a row is
-        computing more of it: the caller waits, so that no page is computed twice. Adds no holder."""
+    def match(self, tokens: list[int], most: int, owner: str = "") -> Match | None:
+        """The longest beginning of `tokens`, at most `most` of them, that the cache has for this owner. None
+        while a row is computing more of it: the caller waits, so that no page is computed twice. Adds no
+        holder."""
         if self.checkpoints is not None:
-            return self._match_saved(tokens, most)
-        node, match = self._root, Match([], 0)
+            return self._match_saved(tokens, most, owner)
+        node, match = self._root(owner), Match([], 0)
         for chunk in self._chunks(tokens[:most]):
             child = node.children.get(chunk) if len(chunk) == self.page_size else None
             if child is None:
@@ -90,8 +94,8 @@ class PrefixCache:
             node, match = child, Match([*match.pages, child.page], match.tokens + len(chunk))
         return match
 
-    def _match_saved(self, tokens: list[int], most: int) -> Match | None:
-        node, pages, match = self._root, [], Match([], 0)
+    def _match_saved(self, tokens: list[int], most: int, owner: str) -> Match | None:
+        node, pages, match = self._root(owner), [], Match([], 0)
         for chunk in self._chunks(tokens[: most // self.page_size * self.page_size]):
             node = node.children.get(chunk)
             if node is None:
@@ -104,13 +108,13 @@ class PrefixCache:
                 match = Match(list(pages), match.known, None, node.checkpoint, match.known)
         return match
 
-    def save(self, tokens: list[int]) -> int | None:
+    def save(self, tokens: list[int], owner: str = "") -> int | None:
         """The checkpoint for the state after these tokens, which fill known pages; None: it is saved already,
         or every checkpoint has a holder. Only work that is dispatched later may write to it."""
-        node: Node | None = self._root
+        node: Node | None = self._root(owner)
         for chunk in self._chunks(tokens):
             node = node.children.get(chunk) if node is not None else None
-        if self.checkpoints is None or node is None or node is self._root:
+        if self.checkpoints is None or node is None or not tokens:
             return None
         if node.checkpoint is not None or not self.checkpoints.available:
             return None
@@ -122,13 +126,13 @@ class PrefixCache:
     def _overwritten(self, checkpoint: int) -> None:
         self._saved.pop(checkpoint).checkpoint = None
 
-    def insert(self, tokens: list[int], table: list[int], *, ready: bool) -> None:
-        """Add the pages of a row, table[i] with tokens [i * page_size, (i + 1) * page_size). A page is left
-        out if another page has the same tokens already.
+    def insert(self, tokens: list[int], table: list[int], *, ready: bool, owner: str = "") -> None:
+        """Add the pages of a row of this owner, table[i] with tokens [i * page_size, (i + 1) * page_size). A
+        page is left out if another page has the same tokens already.
 
         ready   dispatched work computes them; else `match` waits for them
         """
-        node = self._root
+        node = self._root(owner)
         for chunk, page in zip(self._chunks(tokens), table, strict=False):
             child = node.children.get(chunk)
             if child is None:
@@ -151,6 +155,9 @@ class PrefixCache:
         order, so a page goes before its parent."""
         for page in reversed(list(table)):
             self.pages.release(page, keep=page in self._nodes)
+
+    def _root(self, owner: str) -> Node:
+        return self._roots.setdefault(owner, Node((), -1, None, True))
 
     def _chunks(self, tokens: list[int]) -> Iterator[tuple[int, ...]]:
         for first in range(0, len(tokens), self.page_size):

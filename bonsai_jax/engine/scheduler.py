@@ -134,7 +134,7 @@ class Scheduler:
             most = most if request.reusable is None else min(most, request.reusable)
             best: tuple[Device, Match] | None = None
             for place in places:
-                known = place.prefix.match(tokens, most)
+                known = place.prefix.match(tokens, most, request.owner)
                 if known is None:  # another row is computing more of its beginning: wait for it
                     best = None
                     break
@@ -175,7 +175,8 @@ class Scheduler:
                 device.prefix.checkpoints.hold(match.checkpoint)
         request.device, request.row = self.devices.index(device), device.free_rows.pop()
         bisect.insort(device.running, request, key=lambda r: r.order)
-        device.prefix.insert(tokens[: self._page_floor(len(tokens))], request.table, ready=False)
+        whole = tokens[: self._page_floor(len(tokens))]
+        device.prefix.insert(whole, request.table, ready=False, owner=request.owner)
         return True
 
     def _release(self, request: Request) -> None:
@@ -188,7 +189,7 @@ class Scheduler:
             device.prefix.release_checkpoint(request.checkpoint)
         device.prefix.abandon(request.table)
         if request.read == request.to_read:  # the newest token is stored when the next one is drawn
-            device.prefix.insert(_tokens(request)[:-1], request.table, ready=True)
+            device.prefix.insert(_tokens(request)[:-1], request.table, ready=True, owner=request.owner)
         device.prefix.release(request.table)
         if request.row is not None:
             device.free_rows.append(request.row)
@@ -251,9 +252,9 @@ class Scheduler:
             device.prefix.release_checkpoint(read.begins)
         known = request.read if ends else self._page_floor(request.read)
         tokens = _tokens(request)[:known]
-        device.prefix.insert(tokens, request.table, ready=True)
+        device.prefix.insert(tokens, request.table, ready=True, owner=request.owner)
         if tokens and request.read == self._page_floor(request.read):
-            read.saves = device.prefix.save(tokens)
+            read.saves = device.prefix.save(tokens, request.owner)
         if ends and self.constrained:
             request.undrawn = True
         elif ends:

@@ -207,6 +207,23 @@ def test_a_long_prefix_is_computed_once():
     assert got.tokens == want.tokens and got.text == want.text != before.text
 
 
+@pytest.mark.parametrize("model", [tiny, lambda: tiny(HYBRID)])
+def test_owners_share_with_themselves_alone(model):
+    """Pages, and recurrent states."""
+    ids, cached, tokens = prompt(70, 63), [], []
+    options = {"max_new_tokens": 4, "ignore_eos": True}
+    with bj.Engine(model(), max_batch_size=2, context=128) as engine:
+        for owner in ("ann", "bob", "ann", "bob", ""):
+            output = engine.submit(ids, GREEDY, **options, owner=owner).result(200)
+            cached.append(output.cached_tokens)
+            tokens.append(output.tokens)
+        with pytest.raises(TypeError, match="owner"):
+            engine.submit(ids, GREEDY, owner=3)
+        assert_all_pages_are_back(engine)
+    assert cached[0] == cached[1] == cached[4] == 0 < cached[2] == cached[3]
+    assert all(other == tokens[0] for other in tokens)
+
+
 def test_a_recurrent_state_survives_preemption_and_is_shared_at_page_borders():
     """Too few pages for two rows; what they share ends behind two pages."""
     shared = prompt(40, 70)

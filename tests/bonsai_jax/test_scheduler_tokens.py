@@ -257,6 +257,7 @@ def test_what_a_prompt_shares_is_found_by_its_tokens():
     assert cache.match([*tokens, 99], 10) == Match(table[:2], 10, table[2])
     assert cache.match([1, 2, 3, 9], 4) == Match([], 3, table[0])
     assert cache.match([2, *tokens], 10) == Match([], 0)
+    assert cache.match([*tokens, 99], 10, "another's") == Match([], 0)
     other = cache.pages.take(3)
     cache.insert([*tokens[:4], 50, 51, 52, 53], other, ready=True)  # its first page is one that is known
     assert cache.match([*tokens[:4], 50, 51], 6) == Match([table[0]], 6, other[1])
