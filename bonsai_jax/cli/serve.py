@@ -52,6 +52,15 @@ class PlaceOptions:
         ),
     ] = None
 
+    share_prefixes: Annotated[
+        bool,
+        typer.Option(
+            "--share-prefixes",
+            help="Share cached beginnings of prompts between keys, too. Then who has a key can learn from "
+            "the time of an answer whether somebody else sent the same beginning.",
+        ),
+    ] = False
+
     def keys(self) -> tuple[str, ...]:
         """All keys, from the options, the file and the environment."""
         lines = [*(self.api_key or ()), *os.environ.get(KEYS, "").split(",")]
@@ -203,6 +212,7 @@ def command(
     settings = Settings(
         name=alias or loaded.name,
         keys=keys,
+        share_prefixes=place.share_prefixes,
         local=place.is_local(),
         origins=tuple(place.cors or ()),
         sampling=sampling.params(),

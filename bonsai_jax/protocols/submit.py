@@ -136,13 +136,13 @@ def _new_tokens(request: Request, length: int, defaults: Defaults) -> int:
     return min(new, left)
 
 
-def submitted(engine: Engine, request: Request, one: Submission) -> Handle | None:
-    """The Handle of a submission; None where only an echo is asked for. Raises FieldError for what the engine
-    could never run, and RuntimeError where it is closed or has failed."""
+def submitted(engine: Engine, request: Request, one: Submission, owner: str = "") -> Handle | None:
+    """The Handle of a submission of this owner (Engine.submit); None where only an echo is asked for. Raises
+    FieldError for what the engine could never run, and RuntimeError where it is closed or has failed."""
     if not one.options["max_new_tokens"]:
         return None
     try:
-        return engine.submit(one.ids, **one.options)
+        return engine.submit(one.ids, **one.options, owner=owner)
     except ValueError as error:
         named = (name for name in ("logit_bias", "logprobs") if name in str(error))
         raise FieldError(next(named, request.where), str(error)) from None

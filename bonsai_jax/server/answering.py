@@ -26,13 +26,14 @@ class Answering:
     """One request being answered.
 
     protocol   the module that read it (bonsai_jax/protocols)
+    owner      of Engine.submit
     usage      of what is written so far
 
     `whole()` or `events()` does it all, once. Whoever cancels them cancels the answers in the engine.
     """
 
-    def __init__(self, service: Service, protocol: Any, request: Request):
-        self.service, self.protocol, self.request = service, protocol, request
+    def __init__(self, service: Service, protocol: Any, request: Request, owner: str):
+        self.service, self.protocol, self.request, self.owner = service, protocol, request, owner
         self._submissions: list[Submission] = []
         self._echoes: list[Echo | None] = []
         self._handles: list[Handle | None] = []  # None: an echo without an answer
@@ -128,7 +129,7 @@ class Answering:
     def _submit(self) -> None:
         self._began = time.perf_counter()
         for one in self._submissions:
-            handle = submitted(self.service.engine, self.request, one)
+            handle = submitted(self.service.engine, self.request, one, self.owner)
             self._handles.append(handle)
             if self._over and handle is not None:  # `_cancel` may not have seen it
                 handle.cancel()

@@ -73,7 +73,7 @@ def answering(protocol: Any) -> Endpoint:
 
     async def endpoint(service: Service, request: Request) -> Response:
         body = await bodies.json_object(service, request)
-        work = Answering(service, protocol, protocol.request(body))
+        work = Answering(service, protocol, protocol.request(body), request.state.owner)
         request.state.usage = lambda: work.usage
         if work.request.stream:
             return EventStream(work.events(), protocol)

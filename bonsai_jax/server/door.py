@@ -44,7 +44,7 @@ class Door:
             await self._app(scope, receive, send)
             return
         began, status, id = time.perf_counter(), 0, secrets.token_hex(8)
-        scope.setdefault("state", {})
+        scope.setdefault("state", {})["owner"] = ""
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -83,14 +83,20 @@ class Door:
             raise RequestError(
                 403, f"this server is not called {host!r}; to be reached by other names, it needs --api-key"
             )
-        if self._keys and scope["path"] not in OPEN and not self._has_key(headers):
-            raise RequestError(401, "no valid API key was given: send one as 'Authorization: Bearer KEY'")
+        if self._keys and scope["path"] not in OPEN:
+            own = self._key(headers)
+            if own is None:
+                raise RequestError(401, "no valid API key was given: send one as 'Authorization: Bearer KEY'")
+            if len(self._keys) > 1 and not settings.share_prefixes:
+                scope["state"]["owner"] = own.hex()
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _key(self, headers: Headers) -> bytes | None:
+        """The digest of the request's key; None: it has no valid one."""
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         own = _digest(given)
-        return sum(hmac.compare_digest(own, key) for key in self._keys) > 0  # in the same time for all
+        valid = sum(hmac.compare_digest(own, key) for key in self._keys)  # in the same time for all
+        return own if valid else None
 
     def _note(self, scope: Scope, status: int, seconds: float, id: str) -> None:
         path = scope["path"] if scope["path"] in self._paths else "other"

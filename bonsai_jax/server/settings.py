@@ -15,6 +15,7 @@ class Settings:
 
     name            of the model, in answers and in /v1/models
     keys            of which a request must give one; (): none is needed
+    share_prefixes  requests with different keys share cached beginnings of prompts, too
     local           the server can be reached from this machine alone
     origins         of web pages that may use the server, beside its own
     sampling, max_new_tokens, template   for requests that do not say; max_new_tokens None: until the context
@@ -29,6 +30,7 @@ class Settings:
 
     name: str = "model"
     keys: tuple[str, ...] = ()
+    share_prefixes: bool = False
     local: bool = True
     origins: tuple[str, ...] = ()
     sampling: SamplingParams = SamplingParams(temperature_first=True)

@@ -268,6 +268,18 @@ def test_an_answer_ends_at_its_deadline(model, monkeypatch):
 KEYS = ("first-key", "second-key")
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_keys_share_cached_prompts_where_they_are_told_to(model, share):
+    body = {"prompt": list(range(5, 85)), "max_tokens": 2}
+    with serving(model, keys=KEYS, share_prefixes=share) as served, served.http() as http:
+        cached = []
+        for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1]):
+            answer = http.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert cached[0] == 0 < cached[2] == cached[3]
+    assert cached[1] == (cached[2] if share else 0)
+
+
 def test_keys_pages_and_names(model):
     with serving(model, keys=KEYS, origins=("https://chat.example",)) as served, served.http() as http:
         for headers in (
