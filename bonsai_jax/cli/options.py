@@ -5,7 +5,7 @@ are those of the library."""
 import dataclasses
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -320,7 +320,7 @@ class AnswerOptions:
     ] = False
 
 
-def template_variables(think: bool | None) -> dict[str, bool]:
+def template_variables(think: bool | None) -> dict[str, Any]:
     """Variables of the chat template for --think and --no-think; {} if neither is given."""
     return {} if think is None else {"enable_thinking": think}
 
