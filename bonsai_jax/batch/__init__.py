@@ -2,11 +2,11 @@
 
 run.py        runs a batch: all lines that the output does not answer yet, many at once
 lines.py      reads and checks lines of the input
-requests.py   checks a request's body field by field
 answers.py    answers lines with an Engine
-objects.py    turns Outputs into OpenAI's response objects
 results.py    reads the output, and appends lines to it
 on_ray.py     answers lines with Ray actors that each have an Engine
+
+What a request means and what its answer looks like: bonsai_jax/protocols.
 """
 
 from bonsai_jax.batch.answers import Job

@@ -1,17 +1,17 @@
 """Answers to lines, by an Engine in this process."""
 
 import dataclasses
-import functools
 from typing import Any
 
-from bonsai_jax.batch import objects
-from bonsai_jax.batch.lines import Line, Needs
-from bonsai_jax.batch.requests import FieldError, Request
+from bonsai_jax.batch.lines import PROTOCOLS, Line, Needs
+from bonsai_jax.batch.results import answered, failed
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.answers import Output
-from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
+from bonsai_jax.protocols.answers import Head, Usage, answer
+from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.protocols.submit import Defaults, submissions, submitted
 
 WAIT_S = 0.5  # of the Engine: answers are not streamed, so a dispatch may have many steps
 
@@ -47,73 +47,33 @@ class Answers:
         """Raises RuntimeError if the engine has failed or is closed."""
         model, request = self.engine.model, line.request
         if isinstance(request, FieldError):
-            return objects.failed(line, request)
+            return failed(line, request)
         try:
-            handles = self._submitted(line.number, request)
+            each = submissions(request, model, self._defaults(line.number))
+            handles = [submitted(self.engine, request, one) for one in each]
         except FieldError as error:
-            return objects.failed(line, error)
+            return failed(line, error)
         try:
-            outputs = [output for handle in handles for output in await _outputs(handle)]
+            outputs = [await _outputs(handle) for handle in handles if handle is not None]
         except RuntimeError as error:  # this line's dispatch failed; the engine may go on
-            return objects.failed(line, error)
-        return objects.answered(line, objects.completion(request, outputs, model.name, model.tokenizer))
+            return failed(line, error)
+        pairs = [(one.ids, output) for one, own in zip(each, outputs, strict=True) for output in own]
+        whole = [answer(request, model.tokenizer, ids, output) for ids, output in pairs]
+        prompt = sum(len(one.ids) for one in each)
+        usage = Usage(
+            prompt,
+            sum(len(output.tokens) for _, output in pairs),
+            sum(own[0].cached_tokens for own in outputs),
+        )
+        head = Head(model.name, model.tokenizer, prompt)
+        return answered(line, PROTOCOLS[request.path].whole(request, whole, head, usage))
 
-    def _submitted(self, number: int, request: Request) -> list[Handle]:
-        """A handle for each prompt. Raises FieldError for a request that cannot be run."""
-        where = "messages" if request.chat else "prompt"
-        try:
-            prompts = [self._ids(request, prompt) for prompt in request.prompts]
-        except ValueError as error:
-            raise FieldError(where, str(error)) from None
-        lengths = [self._new_tokens(request, len(ids), where) for ids in prompts]
-        sampling = dataclasses.replace(self.job.sampling, **request.sampling)
-        if sampling.seed is not None and "seed" not in request.sampling:
+    def _defaults(self, number: int) -> Defaults:
+        """For a line of this number. One without a seed has a seed of its own, the same in every run."""
+        sampling = self.job.sampling
+        if sampling.seed is not None:
             sampling = dataclasses.replace(sampling, seed=sampling.seed + number - 1)
-        each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
-        how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
-        try:
-            return [
-                self.engine.submit(ids, own, max_new_tokens=new, **how)
-                for ids, own, new in zip(prompts, each, lengths, strict=True)
-            ]
-        except ValueError as error:  # from the first `submit`; everything else is checked
-            raise FieldError("logit_bias" if "logit_bias" in str(error) else where, str(error)) from None
-
-    def _check_size(self, request: Request, prompt: Any) -> None:
-        """Raise ValueError for a prompt that cannot fit, before it is tokenized: a tokenizer takes 100 bytes
-        of memory for each character."""
-        texts = [message["content"] for message in prompt] if request.chat else [prompt]
-        size = sum(map(len, texts))
-        unit, longest = "token ids", 1
-        if isinstance(texts[0], str):
-            unit, longest = "characters", max(map(len, self.engine.model.tokenizer.texts))
-        if size > self._most * longest:
-            raise ValueError(
-                f"{size} {unit} of prompt are more than {self._most} tokens, which this job has room for"
-            )
-
-    @functools.cached_property
-    def _most(self) -> int:
-        """Most tokens of a prompt and its answer."""
-        options = self.engine.options
-        return min(options.context, options.pages * self.engine.model.run.page_size)
-
-    def _ids(self, request: Request, prompt: Any) -> list[int]:
-        self._check_size(request, prompt)
-        if request.chat:
-            prompt = self.engine.model.tokenizer.encode_chat(prompt, **self.job.template)
-        return encode(self.engine.model, prompt)  # pyrefly: ignore[bad-return]
-
-    def _new_tokens(self, request: Request, length: int, where: str) -> int:
-        most = self._most
-        new = request.max_new_tokens or self.job.max_new_tokens or max(1, most - length)
-        if length + new > most:
-            raise FieldError(
-                where if length >= most else "max_tokens",
-                f"{length} tokens of prompt and {new} new ones exceed this job's {most}; ask for fewer, or "
-                "give the job a larger context",
-            )
-        return new
+        return Defaults(self.engine.most_tokens, sampling, self.job.max_new_tokens, self.job.template)
 
 
 async def _outputs(handle: Handle) -> list[Output]:

@@ -14,7 +14,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from bonsai_jax.batch.requests import FIELDS, FieldError, Request, request
+from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.protocols.request import Request
+
+PROTOCOLS = {protocol.PATH: protocol for protocol in (openai_chat, openai_completions)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,8 +140,8 @@ def _request(line: dict[str, Any]) -> Request:
     if line.get("method") != "POST":
         raise FieldError("method", f"{line.get('method')!r} is not supported, only 'POST'")
     url, body = line.get("url"), line.get("body")
-    if not isinstance(url, str) or url not in FIELDS:
-        raise FieldError("url", f"{url!r} is not supported, only {' and '.join(map(repr, FIELDS))}")
+    if not isinstance(url, str) or url not in PROTOCOLS:
+        raise FieldError("url", f"{url!r} is not supported, only {' and '.join(map(repr, PROTOCOLS))}")
     if not isinstance(body, dict):
         raise FieldError("body", "not an object")
-    return request(url, body)
+    return PROTOCOLS[url].request(body, strict=True)

@@ -17,10 +17,9 @@ from typing import Any
 
 import bonsai_jax as bj
 from bonsai_jax.batch import lines as reading
-from bonsai_jax.batch import objects
 from bonsai_jax.batch.answers import Answers, Job
 from bonsai_jax.batch.lines import Line, Needs
-from bonsai_jax.batch.results import opened
+from bonsai_jax.batch.results import failed, opened
 from bonsai_jax.batch.run import LINES_PER_ROW, Report, each
 from bonsai_jax.config import RunConfig
 from bonsai_jax.progress import Progress
@@ -87,7 +86,7 @@ class Actors:
         from ray.exceptions import RayActorError
 
         if isinstance(line.request, ValueError):
-            return objects.failed(line, line.request)
+            return failed(line, line.request)
         for _ in range(TRIES):
             actor = await self._free()
             actor.lines += 1
@@ -97,7 +96,7 @@ class Actors:
                 self._down(actor, error)
             finally:
                 actor.lines -= 1
-        return objects.failed(line, RuntimeError(f"{TRIES} actors died while they had this line"))
+        return failed(line, RuntimeError(f"{TRIES} actors died while they had this line"))
 
     async def _free(self) -> Actor:
         while True:

@@ -7,12 +7,15 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from bonsai_jax.batch import lines
+from bonsai_jax.protocols import openai
+from bonsai_jax.protocols.errors import RequestError
 
 BEGINNING = b'{"id": "batch_req_'  # of every line that we write
 
@@ -120,3 +123,27 @@ def _locked(path: Path) -> BinaryIO:
         raise ValueError(f"{path}: another job writes it; wait for it, or give another file") from None
     file.seek(0)
     return file
+
+
+def answered(line: lines.Line, body: dict[str, Any]) -> dict[str, Any]:
+    """A line of the output with an answer."""
+    return _line(line, 200, body, None)
+
+
+def failed(line: lines.Line, error: Exception) -> dict[str, Any]:
+    """A line of the output with an error, of the request (400) or ours (500). The message is in the
+    response's body, as from a server, and in `error`, which is null in a line with an answer."""
+    reason = error if isinstance(error, RequestError) else RequestError(500, str(error))
+    body = openai.error(reason)
+    return _line(line, reason.status, body, {"code": body["error"]["code"], "message": str(error)})
+
+
+def _line(
+    line: lines.Line, status: int, body: dict[str, Any], error: dict[str, Any] | None
+) -> dict[str, Any]:
+    return {
+        "id": f"batch_req_{secrets.token_hex(12)}",
+        "custom_id": line.custom_id,
+        "response": {"status_code": status, "request_id": secrets.token_hex(16), "body": body},
+        "error": error,
+    }

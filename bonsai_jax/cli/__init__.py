@@ -11,7 +11,20 @@ import typer
 from typer.core import TyperGroup
 
 from bonsai_jax import compile_cache
-from bonsai_jax.cli import aliases, batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
+from bonsai_jax.cli import (
+    aliases,
+    batch,
+    bench,
+    chat,
+    env,
+    errors,
+    generate,
+    inspect,
+    perplexity,
+    pull,
+    rm,
+    serve,
+)
 from bonsai_jax.cli import list as list_models
 
 INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what shells report for SIGINT and SIGPIPE
@@ -70,6 +83,7 @@ COMMANDS = {
     "generate": (generate, "Answer one prompt."),
     "chat": (chat, "Talk with a model."),
     "batch": (batch, "Answer a file of requests, in OpenAI's batch format."),
+    "serve": (serve, "Serve a model to programs that speak OpenAI's API."),
     "inspect": (inspect, "Show what is in a model file and how it would run."),
     "bench": (bench, "Measure speeds, beside the ceiling that memory sets."),
     "perplexity": (perplexity, "Measure how well a model predicts a text."),

@@ -16,7 +16,7 @@ from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
-from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.loop import Load, Loop
 from bonsai_jax.engine.prompts import (
     Prompt,
     answer_options,
@@ -122,6 +122,20 @@ class Engine:
         options = _options(**given.arguments)
         Loop(model.shapes(), options).compile_ahead()
 
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens of a prompt and its answer that a request may have."""
+        return min(self.options.context, self.options.pages * self.model.run.page_size)
+
+    @property
+    def broken(self) -> Exception | None:
+        """Why the engine runs nothing more; None: it does."""
+        return self._broken
+
+    def load(self) -> Load:
+        """How many answers are running and waiting, and what is in the pages, at this moment."""
+        return self._loop.load()
+
     def warmup(self, progress: Progress = False) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
@@ -208,8 +222,7 @@ class Engine:
         self._thread.join()
 
     def _check(self, tokens: int, new: int, params: SamplingParams, logprobs: int | None) -> None:
-        o = self.options
-        most = min(o.context, o.pages * self.model.run.page_size)
+        o, most = self.options, self.most_tokens
         if tokens + new > most:
             limit = f"context={o.context}" if most == o.context else f"pages={o.pages}"
             shorter = f"max_new_tokens of {most - tokens} or less, or " if tokens < most else ""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator
 from typing import Any
 
 from bonsai_jax import forks
@@ -52,7 +52,7 @@ class Handle:
                     self._raise()
                     return
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
+    async def __aiter__(self) -> AsyncGenerator[Piece]:
         loop, news, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:

@@ -66,6 +66,25 @@ class Flight:
     steps: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What an engine has to do.
+
+    running, waiting   answers with a row, and without
+    pages      of all devices
+    free_pages     that hold nothing
+    cached_pages   that no running answer uses, with prompts that a later one may begin with
+    preempted  how often an answer has lost its pages to others
+    """
+
+    running: int
+    waiting: int
+    pages: int
+    free_pages: int
+    cached_pages: int
+    preempted: int
+
+
 class Loop:
     """Runs the requests of one engine. Not for several threads at once."""
 
@@ -149,6 +168,19 @@ class Loop:
             if request in self.answers:
                 self.scheduler.add(request)
         self.runner.reset()
+
+    def load(self) -> Load:
+        """For any thread; counts may be of different moments."""
+        scheduler = self.scheduler
+        pages = [device.pages for device in scheduler.devices]
+        return Load(
+            sum(len(device.running) for device in scheduler.devices),
+            len(scheduler.waiting),
+            sum(own.count for own in pages),
+            sum(own.available - own.idle for own in pages),
+            sum(own.idle for own in pages),
+            scheduler.preempted,
+        )
 
     def close(self) -> None:
         """Free the device's memory."""

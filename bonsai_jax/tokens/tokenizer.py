@@ -79,6 +79,11 @@ class Tokenizer(Vocabulary):
         """The number of tokens; a model's embedding may have more rows."""
         return len(self.texts)
 
+    @functools.cached_property
+    def longest_text(self) -> int:
+        """Characters of the longest token as it is stored; no token stands for more."""
+        return max(map(len, self.texts))
+
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
 

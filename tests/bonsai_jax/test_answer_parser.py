@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.batch import objects
 from bonsai_jax.cli import thoughts
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.engine.answers import Reader
+from bonsai_jax.protocols import openai_chat
+from bonsai_jax.protocols.answers import Head, Usage, answer
 from bonsai_jax.tokens.answer_parser import MARKS, Event, Harmony, Tags, answer_parser
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.tokens.vocabulary import CONTROL
@@ -261,7 +262,9 @@ def test_generate_dims_thoughts_on_a_terminal(monkeypatch, name):
 
 def test_batches_have_thoughts_beside_the_answer():
     output = bj.Output(WRITTEN["answer"][0], [1], "stop", 1)
-    request = SimpleNamespace(chat=True, n=1)
-    body = objects.completion(request, [output], "gpt-oss", GPT_OSS)  # type: ignore[arg-type]
+    request = openai_chat.request({"messages": [{"role": "user", "content": "Hi"}]})
+    start = [GPT_OSS.texts.index("<|start|>")]
+    whole = answer(request, GPT_OSS, start, output)
+    body = openai_chat.whole(request, [whole], Head("gpt-oss", GPT_OSS, 1), Usage(1, 1))
     message = body["choices"][0]["message"]
     assert (message["content"], message["reasoning_content"]) == ("Hello!", "They greet.")

@@ -1,0 +1,211 @@
+"""bonsai-jax serve: a server that programs which speak OpenAI's API already know."""
+
+import dataclasses
+import functools
+import ipaddress
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bonsai_jax import choices
+from bonsai_jax.cli import options
+from bonsai_jax.cli.spread import spread
+
+KEYS = "BONSAI_JAX_API_KEYS"  # environment variable
+
+
+@dataclasses.dataclass(frozen=True)
+class PlaceOptions:
+    """Where the server is, and who may use it."""
+
+    host: Annotated[
+        str,
+        typer.Option(metavar="HOST", help="The address to listen at; 0.0.0.0 for all of this machine's."),
+    ] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, metavar="N", help="The port; 0: any that is free.")
+    ] = 8000
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help="A key that requests must give; may be given several times. Other users of this machine can "
+            f"read it in the list of processes: better use --api-key-file, or the variable {KEYS}.",
+        ),
+    ] = None
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", metavar="FILE", help="A file with a key on each line."),
+    ] = None
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="The origin of a web page that may use the server, such as https://chat.example; may be "
+            "given several times.",
+        ),
+    ] = None
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys, from the options, the file and the environment."""
+        lines = [*(self.api_key or ()), *os.environ.get(KEYS, "").split(",")]
+        if self.api_key_file is not None:
+            lines += self.api_key_file.read_text().splitlines()
+        keys = tuple(dict.fromkeys(line.strip() for line in lines if line.strip()))
+        if not keys and (self.api_key is not None or self.api_key_file is not None):
+            raise ValueError("--api-key, --api-key-file: no key was given, or only empty ones")
+        return keys
+
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitOptions:
+    """What a request may ask for."""
+
+    max_queue: Annotated[
+        int,
+        typer.Option(
+            "--max-queue", min=0, metavar="N", help="Answers that may wait; further requests get status 429."
+        ),
+    ] = 256
+    max_answers: Annotated[
+        int,
+        typer.Option(
+            "--max-answers", min=1, metavar="N", help="Most answers of one request: n for each prompt."
+        ),
+    ] = 128
+    max_body: Annotated[
+        int, typer.Option("--max-body", min=1, metavar="MB", help="Most megabytes of a request's body.")
+    ] = 16
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001, metavar="S", help="Seconds after which an answer ends with the text written so far."
+        ),
+    ] = 600.0
+    grace: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="S", help="Seconds that running requests have to end after SIGTERM or Ctrl-C."
+        ),
+    ] = 30.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeSamplingOptions(options.SamplingOptions):
+    """How tokens are drawn, in the order of OpenAI-style servers."""
+
+    temperature_first: Annotated[
+        bool,
+        typer.Option(
+            "--temperature-first/--temperature-last",
+            help="Apply the temperature before top_p and min_p, as other servers do, or after them.",
+        ),
+    ] = True
+
+
+@spread
+def command(
+    *,
+    model: options.LoadOptions,
+    alias: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The model's name in the API; the default is that of -m."),
+    ] = None,
+    place: PlaceOptions,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "-b", "--batch-size", min=0, metavar="N",
+            help="Most answers generated at once, on each device; 0: as many as memory suggests.",
+        ),
+    ] = 0,
+    pages: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N",
+            help="Pages of the cache, 64 tokens each; the default lets every answer fill the context.",
+        ),
+    ] = None,
+    context: options.Context = 0,
+    max_new_tokens: options.NewTokens = -1,
+    think: options.Think = None,
+    pooling: Annotated[
+        choices.Pooling,
+        typer.Option(help="How /v1/embeddings makes a vector, unless a request says."),
+    ] = "mean",
+    limits: LimitOptions,
+    warmup: Annotated[
+        bool,
+        typer.Option(help="Compile every program at the start, or each when a request first needs it."),
+    ] = True,
+    speculate: options.Speculate = None,
+    data_parallel: options.DataParallel = 1,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Log requests for health and metrics too.")
+    ] = False,
+    sampling: ServeSamplingOptions,
+    run: options.RunOptions,
+    devices: options.DeviceOptions,
+) -> None:  # fmt: skip
+    """Serve a model to programs that speak OpenAI's API, until SIGTERM or Ctrl-C.
+
+    A line on standard output says where the server is, and another when it is ready. Sampling options and -n
+    apply to requests that do not set them. Requests are logged on stderr, one line each, without their texts.
+    """
+    try:
+        from bonsai_jax.server import run as serving
+        from bonsai_jax.server.settings import MEGABYTE, Settings
+    except ImportError as error:
+        if error.name not in ("starlette", "uvicorn", "prometheus_client"):
+            raise
+        raise ImportError(f'{error.name} is not installed; pip install "bonsai-jax[serve]"') from None
+    keys = place.keys()
+    config = run.config(
+        context=context,
+        all_reduce=devices.all_reduce,
+        batch_size=batch_size if pages is None else 1,  # loading checks whether a cache for these fits
+        speculate=speculate,
+    )
+    socket = serving.bound(place.host, place.port)
+    level = logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("bonsai_jax.server").setLevel(level)
+    if not keys and not place.is_local():
+        warning = "without --api-key everybody who reaches this address can use the model"
+        print(f"warning: --host {place.host}: {warning}", file=sys.stderr)
+    import bonsai_jax as bj
+
+    loaded = model.load(config, devices.mesh(data_parallel))
+    settings = Settings(
+        name=alias or model.name or "demo",
+        keys=keys,
+        local=place.is_local(),
+        origins=tuple(place.cors or ()),
+        sampling=sampling.params(),
+        max_new_tokens=None if max_new_tokens < 0 else max_new_tokens,
+        template=options.template_variables(think),
+        pooling=pooling,
+        max_queue=limits.max_queue,
+        max_answers=limits.max_answers,
+        max_body=limits.max_body * MEGABYTE,
+        timeout_s=limits.timeout,
+    )
+    engine = bj.Engine(
+        loaded, max_batch_size=batch_size or None, pages=pages, logprobs=20, logit_biases=1024,
+        speculate=speculate,
+    )  # fmt: skip
+    say = functools.partial(print, flush=True)
+    serving.serve(engine, settings, socket, warm=warmup, grace_s=limits.grace, tell=say)

@@ -1,0 +1,138 @@
+"""Checks of the fields of a body. Each returns the value as a Request has it, or raises FieldError.
+
+A field that is null counts as missing.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.protocols.errors import FieldError
+
+MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
+
+Check = Callable[[str, Any], Any]
+
+
+def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, path: str) -> dict[str, Any]:
+    """Values of the fields of a body that its protocol knows.
+
+    strict  raise FieldError for another field
+    """
+    given = {}
+    for name, value in body.items():
+        if name not in known:
+            if strict:
+                names = ", ".join(sorted(known))
+                raise FieldError(name, f"not a field that {path} takes; it takes {names}")
+        elif value is not None:
+            given[name] = known[name](name, value)
+    return given
+
+
+def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
+    own = {name: given[name] for name in SAMPLING if name in given}
+    for name, value in own.items():
+        try:
+            SamplingParams(**{name: value})
+        except ValueError as error:
+            raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+    return own
+
+
+def text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(name, f"{shown(value)} is not a text")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(name, f"{shown(value)} is not a number")
+    return value
+
+
+def whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FieldError(name, f"{shown(value)} is not a whole number")
+    return value
+
+
+def top_k(name: str, value: Any) -> int:
+    """-1 is 0 in other servers: all tokens."""
+    return max(0, value) if whole(name, value) == -1 else value
+
+
+def between(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if not low <= whole(name, value) <= high:
+            raise FieldError(name, f"{value} does not lie in {low} to {high}")
+        return value
+
+    return check
+
+
+def truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(name, f"{shown(value)} is neither true nor false")
+    return value
+
+
+def stop(name: str, value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise FieldError(name, f"{shown(value)} is neither a text nor a list of texts, none of them empty")
+    if len(texts) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in texts):
+        raise FieldError(name, f"at most {MOST_STOPS} texts of {LONGEST_STOP} characters each are taken")
+    return texts
+
+
+def bias(name: str, value: Any) -> dict[int, float]:
+    ids = isinstance(value, dict) and all(token.isdecimal() and len(token) < 11 for token in value)
+    if not ids:
+        raise FieldError(name, f'{shown(value)} is not an object such as {{"50256": -100}}')
+    if len(value) > MOST_BIASES:
+        raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")
+    return {int(token): number(f"{name}.{token}", bias) for token, bias in value.items()}
+
+
+def json_object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FieldError(name, f"{shown(value)} is not an object")
+    return value
+
+
+def only(*allowed: Any) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise FieldError(name, f"{shown(value)} is not supported; leave it out")
+        return value
+
+    return check
+
+
+def prompt(name: str, value: Any) -> list[Any]:
+    """A text, a list of texts, token ids, or a list of such lists."""
+
+    def ids(prompt: Any) -> bool:
+        return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+    if isinstance(value, str) or ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) or ids(one) for one in value):
+        return value
+    raise FieldError(name, f"{shown(value)} is not a text, a list of token ids, or a list of these")
+
+
+def shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+SAMPLING: dict[str, Check] = {
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty"), number),
+    **dict.fromkeys(("min_p", "repetition_penalty"), number),
+    **{"top_k": top_k, "seed": whole, "logit_bias": bias},
+}

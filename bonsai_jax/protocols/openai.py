@@ -1,0 +1,103 @@
+"""What OpenAI's protocols have in common: fields of requests, errors, usage.
+
+Meanings: platform.openai.com/docs/api-reference. Types: the package openai. In addition, as in other servers:
+top_k, min_p, repetition_penalty under the names of SamplingParams, and `timings` as llama-server has it.
+"""
+
+from typing import Any
+
+from bonsai_jax.protocols.answers import Head, ServerEvent, Usage
+from bonsai_jax.protocols.errors import FieldError, RequestError
+from bonsai_jax.protocols.fields import (
+    MOST_ANSWERS,
+    MOST_NEW,
+    SAMPLING,
+    Check,
+    between,
+    json_object,
+    only,
+    stop,
+    text,
+    truth,
+)
+
+KINDS = {  # of errors, by status
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "server_error",
+}
+DONE = ServerEvent("[DONE]")
+
+
+def _stream_options(name: str, value: Any) -> bool:
+    usage = json_object(name, value).get("include_usage")
+    return usage is not None and truth(f"{name}.include_usage", usage)
+
+
+COMMON: dict[str, Check] = {
+    **SAMPLING,
+    **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
+    **{"stream": truth, "stream_options": _stream_options},
+    **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers
+}
+WHOLE_ONLY = {"stream": only(False)}  # what a batch takes
+
+
+def streaming(given: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether the answer is sent as it comes, and whether the last event has the usage."""
+    stream = given.get("stream", False)
+    if "stream_options" in given and not stream:
+        raise FieldError("stream_options", 'needs "stream": true')
+    return stream, given.get("stream_options", False)
+
+
+def error(error: RequestError) -> dict[str, Any]:
+    """{"error": ...}. 400 for everything in the body that is at fault, so that `param` names the field."""
+    kind = KINDS.get(error.status, "invalid_request_error")
+    code = error.code or ("invalid_request" if error.param is not None else kind)
+    return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}
+
+
+def frame(head: Head, kind: str, prefix: str) -> dict[str, Any]:
+    """What each body or chunk begins with."""
+    return {"id": f"{prefix}-{head.key}", "object": kind, "created": head.created, "model": head.model}
+
+
+def finish(reason: str | None) -> str | None:
+    """An answer that ran out of its time was cut, like one that is too long."""
+    return "length" if reason == "cancelled" else reason
+
+
+def usage(own: Usage) -> dict[str, Any]:
+    """`usage`, and `timings` where they are known."""
+    counts = {
+        "prompt_tokens": own.prompt_tokens,
+        "completion_tokens": own.new_tokens,
+        "total_tokens": own.prompt_tokens + own.new_tokens,
+        "prompt_tokens_details": {"cached_tokens": own.cached_tokens},
+    }
+    return {"usage": counts} | ({} if own.timings is None else {"timings": _timings(own)})
+
+
+def _timings(own: Usage) -> dict[str, Any]:
+    """As llama-server has them: milliseconds, and tokens a second. prompt_n: tokens that were read. The first
+    new token is drawn when the prompt is read, so predicted_ms is the time of the others."""
+    assert own.timings is not None
+
+    def rates(name: str, all_tokens: int, tokens: int, seconds: float) -> dict[str, Any]:
+        return {
+            f"{name}_n": all_tokens,
+            f"{name}_ms": seconds * 1e3,
+            f"{name}_per_token_ms": seconds * 1e3 / tokens if tokens else 0.0,
+            f"{name}_per_second": tokens / seconds if seconds > 0 else 0.0,
+        }
+
+    read = own.prompt_tokens - own.cached_tokens
+    return {
+        "cache_n": own.cached_tokens,
+        **rates("prompt", read, read, own.timings.prompt_s),
+        **rates("predicted", own.new_tokens, max(0, own.new_tokens - 1), own.timings.new_s),
+    }

@@ -1,0 +1,158 @@
+"""OpenAI's chat completions: POST /v1/chat/completions."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bonsai_jax.decoding.sampling import Logprobs
+from bonsai_jax.protocols import fields, openai, openai_messages
+from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.errors import FieldError, RequestError
+from bonsai_jax.protocols.openai import error
+from bonsai_jax.protocols.request import Request
+from bonsai_jax.tokens.answer_parser import Event
+from bonsai_jax.tokens.tokenizer import Tokenizer
+
+__all__ = ["PATH", "Stream", "error", "request", "whole"]
+
+PATH = "/v1/chat/completions"
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+# Names that Tokenizer.encode_chat and the template's other variables have.
+RESERVED = {"self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools"}
+FIELDS = {
+    **openai.COMMON,
+    **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
+    **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
+    **{"response_format": fields.only({"type": "text"})},
+}
+
+
+def _effort(name: str, value: Any) -> str:
+    if value not in EFFORTS:
+        raise FieldError(name, f"{fields.shown(value)} is none of {', '.join(EFFORTS)}")
+    return value
+
+
+def _template(name: str, value: Any) -> dict[str, Any]:
+    for key in fields.json_object(name, value):
+        if key in RESERVED:
+            raise FieldError(f"{name}.{key}", "this variable is made of the request's other fields")
+    return value
+
+
+SERVED = {"reasoning_effort": _effort, "chat_template_kwargs": _template}  # not in a batch
+
+
+def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
+    """The request in a body. Raises FieldError, which names the field."""
+    known = FIELDS | {"messages": openai_messages.check(strict)}
+    known |= openai.WHOLE_ONLY if strict else SERVED
+    given = fields.read(body, known, strict=strict, path=PATH)
+    if "messages" not in given:
+        raise FieldError("messages", "missing")
+    logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
+    if logprobs is None and given.get("top_logprobs"):
+        raise FieldError("top_logprobs", 'needs "logprobs": true')
+    stream, usage = openai.streaming(given)
+    return Request(
+        path=PATH,
+        model=given.get("model"),
+        prompts=[given["messages"]],
+        sampling=fields.sampling(given),
+        chat=True,
+        template=_variables(given),
+        max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        stop=given.get("stop", []),
+        n=given.get("n", 1),
+        logprobs=logprobs,
+        stream=stream,
+        stream_usage=usage,
+    )
+
+
+def _variables(given: dict[str, Any]) -> dict[str, Any]:
+    """Variables of the chat template. gpt-oss's reads reasoning_effort, most others enable_thinking."""
+    effort = given.get("reasoning_effort")
+    own = {} if effort is None else {"enable_thinking": effort != "none"}
+    if effort not in (None, "none"):
+        own["reasoning_effort"] = effort
+    return own | given.get("chat_template_kwargs", {})
+
+
+def whole(request: Request, answers: Sequence[Answer], head: Head, usage: Usage) -> dict[str, Any]:
+    """A chat.completion."""
+    choices = [
+        {
+            "index": index,
+            "message": _message(answer),
+            "logprobs": _logprobs(request, answer.output.tokens, answer.output.logprobs, head.tokenizer),
+            "finish_reason": openai.finish(answer.output.finish_reason),
+        }
+        for index, answer in enumerate(answers)
+    ]
+    frame = openai.frame(head, "chat.completion", "chatcmpl")
+    return frame | {"choices": choices} | openai.usage(usage)
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.said("answer"), "refusal": None}
+    if thought := answer.said("thought"):
+        message["reasoning_content"] = thought
+    return message
+
+
+class Stream:
+    """chat.completion.chunks."""
+
+    def __init__(self, request: Request, head: Head):
+        self._request, self._head = request, head
+        self._frame = openai.frame(head, "chat.completion.chunk", "chatcmpl")
+
+    def begin(self) -> list[ServerEvent]:
+        delta = {"role": "assistant", "content": ""}
+        return [self._chunk(index, delta) for index in range(self._request.n)]
+
+    def next(self, part: Part) -> list[ServerEvent]:
+        scores = _logprobs(self._request, part.tokens, part.logprobs, self._head.tokenizer)
+        deltas = [delta for event in part.events if (delta := _delta(event))]
+        chunks = []
+        for delta in deltas or ([{}] if scores else []):
+            chunks.append(self._chunk(part.index, delta, scores))
+            scores = None  # they are those of all the text of this part
+        if part.finish_reason is not None:
+            chunks.append(self._chunk(part.index, {}, finish=openai.finish(part.finish_reason)))
+        return chunks
+
+    def end(self, usage: Usage) -> list[ServerEvent]:
+        last = [ServerEvent(self._frame | {"choices": []} | openai.usage(usage))]
+        return [*(last if self._request.stream_usage else []), openai.DONE]
+
+    def failed(self, failure: RequestError) -> list[ServerEvent]:
+        return [ServerEvent(error(failure))]
+
+    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, finish: Any = None):
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+        usage = {"usage": None} if self._request.stream_usage else {}
+        return ServerEvent(self._frame | {"choices": [choice]} | usage)
+
+
+def _delta(event: Event) -> dict[str, Any]:
+    names = {"thought": "reasoning_content", "answer": "content"}
+    return {names[event.kind]: event.text} if event.kind in names else {}
+
+
+def _logprobs(
+    request: Request, tokens: Sequence[int], scores: Logprobs | None, tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+    if scores is None or not tokens:
+        return None
+
+    def token(id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(id)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    lists = (scores.token.tolist(), scores.ids.tolist(), scores.top.tolist())
+    content = [
+        {**token(id, own), "top_logprobs": list(map(token, ids[: request.logprobs], top))}
+        for id, own, ids, top in zip(tokens, *lists, strict=True)
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,49 @@
+"""The messages of an OpenAI chat, as chat templates read them."""
+
+from typing import Any
+
+from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.protocols.fields import Check, json_object, shown, text
+
+TEXTS = ("role", "name", "reasoning_content")  # fields that are texts
+
+
+def check(strict: bool) -> Check:
+    """The check of a list of messages. strict: raise FieldError for a field of a message that no template
+    would be given."""
+
+    def messages(name: str, value: Any) -> list[dict[str, Any]]:
+        if not isinstance(value, list) or not value:
+            raise FieldError(name, f"{shown(value)} is not a list of messages")
+        return [_message(f"{name}[{i}]", message, strict) for i, message in enumerate(value)]
+
+    return messages
+
+
+def _message(where: str, value: Any, strict: bool) -> dict[str, Any]:
+    message: dict[str, Any] = {}
+    for key, part in json_object(where, value).items():
+        if part is None:
+            continue
+        if key == "content":
+            message[key] = _content(f"{where}.{key}", part)
+        elif key in TEXTS:
+            message[key] = text(f"{where}.{key}", part)
+        elif strict:
+            raise FieldError(f"{where}.{key}", f"not supported; messages have content, {', '.join(TEXTS)}")
+    for key in ("role", "content"):
+        if key not in message:
+            raise FieldError(f"{where}.{key}", "missing")
+    return message
+
+
+def _content(name: str, value: Any) -> str:
+    """A text, or a list of text parts, which become lines."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError(name, f"{shown(value)} is neither a text nor a list of parts")
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise FieldError(f"{name}[{i}]", f"{shown(part)} is not a part of type text; no other is read")
+    return "\n".join(part["text"] for part in value)

@@ -1,0 +1,40 @@
+"""A request in the engine's terms, whatever protocol it came by."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A body's request. None: the body does not say.
+
+    path       of its protocol
+    prompts    the messages of a chat (one list of them), or texts and lists of token ids
+    chat       prompts are messages, which the chat template formats
+    template   variables of the chat template
+    sampling   fields of SamplingParams
+    max_new_tokens   0 only with echo
+    logprobs   alternatives for each token; None: no log-probabilities
+    echo       answers begin with their prompts
+    stream     the answer is a stream of events
+    stream_usage     whose last has the usage
+    """
+
+    path: str
+    model: str | None
+    prompts: list[Any]
+    sampling: dict[str, Any]
+    chat: bool = False
+    template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    max_new_tokens: int | None = None
+    stop: list[str] = dataclasses.field(default_factory=list)
+    n: int = 1
+    logprobs: int | None = None
+    echo: bool = False
+    stream: bool = False
+    stream_usage: bool = False
+
+    @property
+    def where(self) -> str:
+        """The field that has the prompts."""
+        return "messages" if self.chat else "prompt"

@@ -1,0 +1,135 @@
+"""A Request as arguments of Engine.submit: prompts become token ids, and what it does not say gets defaults.
+
+    Request --submissions--> Submissions --submitted--> Handles
+
+Encoding texts and rendering templates may take seconds: call this outside of an event loop.
+"""
+
+import dataclasses
+from typing import Any, cast
+
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.engine import Engine, Handle
+from bonsai_jax.engine.prompts import each_sampling, encode
+from bonsai_jax.model import Model
+from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.protocols.request import Request
+from bonsai_jax.tokens.tokenizer import Tokenizer
+
+TOO_LONG = "context_length_exceeded"  # OpenAI's code, which agents look for
+
+
+@dataclasses.dataclass(frozen=True)
+class Defaults:
+    """Settings for requests that do not say.
+
+    most_tokens      of a prompt and its answer, as the engine has room for
+    sampling         of which a request replaces some fields
+    max_new_tokens   None: until the context is full
+    template         variables of the chat template, such as enable_thinking
+    clip             a request that asks for more new tokens than there is room for gets fewer; else it is an
+                     error
+    """
+
+    most_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int | None = None
+    template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    clip: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Submission:
+    """One prompt of a request. options: arguments of Engine.submit; max_new_tokens may be 0, for an echo
+    without an answer."""
+
+    ids: list[int]
+    options: dict[str, Any]
+
+
+def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
+    """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
+    try:
+        prompts = [_ids(request, model, prompt, defaults) for prompt in request.prompts]
+    except FieldError:
+        raise
+    except ValueError as error:  # ChatTemplateError is one
+        raise FieldError(request.where, str(error)) from None
+    lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
+    sampling = dataclasses.replace(defaults.sampling, **request.sampling)
+    each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
+    how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
+    return [
+        Submission(ids, {"sampling": own, "max_new_tokens": new, **how})
+        for ids, own, new in zip(prompts, each, lengths, strict=True)
+    ]
+
+
+def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any]) -> list[int]:
+    """Token ids of a chat. Raises ValueError where the template refuses it."""
+    return tokenizer.encode_chat(_roles(tokenizer, messages), **template)
+
+
+def _roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A developer's message is the system's, for a template that does not know developers."""
+    if "developer" in (tokenizer.chat_template or ""):
+        return messages
+    return [
+        message | {"role": "system"} if message.get("role") == "developer" else message
+        for message in messages
+    ]
+
+
+def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
+    _check_size(request, model.tokenizer, prompt, defaults.most_tokens)
+    if request.chat:
+        prompt = chat_ids(model.tokenizer, prompt, defaults.template | request.template)
+    return cast(list[int], encode(model, prompt))
+
+
+def _check_size(request: Request, tokenizer: Tokenizer, prompt: Any, most: int) -> None:
+    """Refuse a prompt that cannot fit before it is tokenized: a tokenizer takes 100 bytes of memory for each
+    character."""
+    texts = [message["content"] for message in prompt] if request.chat else [prompt]
+    size = sum(map(len, texts))
+    unit, longest = "token ids", 1
+    if isinstance(texts[0], str):
+        unit, longest = "characters", tokenizer.longest_text
+    if size > most * longest:
+        raise FieldError(
+            request.where,
+            f"{size} {unit} of prompt are more than {most} tokens, for which there is room",
+            code=TOO_LONG,
+        )
+
+
+def _new_tokens(request: Request, length: int, defaults: Defaults) -> int:
+    most, left = defaults.most_tokens, defaults.most_tokens - length
+    new = defaults.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+    if length > most or (left < 1 and new != 0):
+        raise FieldError(
+            request.where,
+            f"{length} tokens of prompt, and there is room for {most} with the answer; shorten it",
+            code=TOO_LONG,
+        )
+    if new is None:
+        return left
+    if new > left and not defaults.clip:
+        raise FieldError(
+            "max_tokens",
+            f"{length} tokens of prompt and {new} new ones exceed the {most} that there is room for; ask for "
+            "fewer, or give a larger context",
+        )
+    return min(new, left)
+
+
+def submitted(engine: Engine, request: Request, one: Submission) -> Handle | None:
+    """The Handle of a submission; None where only an echo is asked for. Raises FieldError for what the engine
+    could never run, and RuntimeError where it is closed or has failed."""
+    if not one.options["max_new_tokens"]:
+        return None
+    try:
+        return engine.submit(one.ids, **one.options)
+    except ValueError as error:
+        where = "logit_bias" if "logit_bias" in str(error) else request.where
+        raise FieldError(where, str(error)) from None

@@ -1,0 +1,83 @@
+"""A body's bytes to a JSON object, within limits."""
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import ClientDisconnect, Request
+
+from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.server.service import Service
+
+MOST_DEPTH = 100  # of lists and objects within each other
+LARGE = 2**16  # bytes from which a body is parsed in a thread
+DISCARDED = 4  # times the limit: what is read of a larger body, so that its sender reads the answer
+
+
+async def json_object(service: Service, request: Request) -> dict[str, Any]:
+    """The object in a request's body. Raises RequestError: 413 for too many bytes, 408 where they do not come
+    in time, 400 for what is no JSON object."""
+    settings = service.settings
+    try:
+        async with asyncio.timeout(settings.body_s):
+            data = await _bytes(request, settings.max_body)
+    except TimeoutError:
+        raise RequestError(408, f"the body did not arrive within {settings.body_s:g} s") from None
+    except ClientDisconnect:
+        raise RequestError(400, "the client left before its body was complete") from None
+    return await service.in_thread(parsed, data) if len(data) > LARGE else parsed(data)
+
+
+async def _bytes(request: Request, most: int) -> bytes:
+    parts, size = [], 0
+    too_large = RequestError(413, f"the body has more than {most} bytes, which this server takes at most")
+    if int(request.headers.get("content-length", "0")) > DISCARDED * most:
+        raise too_large
+    async for part in request.stream():
+        size += len(part)
+        if size > DISCARDED * most:
+            raise too_large
+        if size <= most:
+            parts.append(part)
+        else:
+            parts.clear()
+    if size > most:
+        raise too_large
+    return b"".join(parts)
+
+
+def parsed(data: bytes) -> dict[str, Any]:
+    """The JSON object in these bytes. Raises RequestError with status 400."""
+    try:
+        value = json.loads(data.decode(), parse_constant=_constant)
+    except UnicodeDecodeError as error:
+        raise RequestError(400, f"the body is not UTF-8, at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        raise RequestError(400, f"the body is not JSON: {error.msg}, {where}") from None
+    except RecursionError:
+        raise RequestError(400, f"the body's JSON is nested more than {MOST_DEPTH} deep") from None
+    except ValueError as error:  # NaN, or a number of too many digits
+        raise RequestError(400, f"the body's JSON has a number that cannot be read: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(400, f"the body is not a JSON object but a {type(value).__name__}")
+    _check_depth(value)
+    return value
+
+
+def _constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return
+    raise RequestError(400, f"the body's JSON is nested more than {MOST_DEPTH} deep")

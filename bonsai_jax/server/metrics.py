@@ -1,0 +1,85 @@
+"""What /metrics shows, in Prometheus' text format."""
+
+from collections.abc import Iterator
+
+import jax
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from bonsai_jax.engine import Engine
+from bonsai_jax.engine.answers import Piece
+
+WAITS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+BETWEEN_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+TOTAL_S = (0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300, 600)
+
+
+class Metrics:
+    """Counters of one server, and its engine's state when they are read."""
+
+    def __init__(self, engine: Engine):
+        own = self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "bonsai_requests", "Requests by path and status", ["path", "status"], registry=own
+        )
+        self.request_s = Histogram(
+            "bonsai_request_seconds", "Seconds of a request", ["path"], buckets=TOTAL_S, registry=own
+        )
+        self._first_s = Histogram(
+            "bonsai_time_to_first_token_seconds", "From the engine's queue to the first token",
+            buckets=WAITS_S, registry=own,
+        )  # fmt: skip
+        self._between_s = Histogram(
+            "bonsai_time_between_tokens_seconds",
+            "Between tokens of an answer; the mean of those that come together", buckets=BETWEEN_S, registry=own,
+        )  # fmt: skip
+        self.prompt_tokens = Counter("bonsai_prompt_tokens", "Tokens of prompts", registry=own)
+        self._cached = Counter(
+            "bonsai_cached_tokens", "Tokens of prompts that were in the cache", registry=own
+        )
+        self._new = Counter("bonsai_new_tokens", "Tokens of answers", registry=own)
+        self._accepted = Counter("bonsai_accepted_tokens", "Proposed tokens that were accepted", registry=own)
+        own.register(_EngineState(engine))
+
+    def first_token(self, seconds: float) -> None:
+        self._first_s.observe(seconds)
+
+    def more_tokens(self, seconds: float, tokens: int) -> None:
+        self._between_s.observe(seconds / tokens)
+
+    def count(self, piece: Piece) -> None:
+        self._new.inc(len(piece.tokens))
+        self._cached.inc(piece.cached_tokens)
+        if piece.steps:  # a step draws one token without speculation
+            self._accepted.inc(max(0, len(piece.tokens) - piece.steps))
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineState(Collector):
+    def __init__(self, engine: Engine):
+        self._engine = engine
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        load = self._engine.load()
+        rows = {
+            "running": ("Answers that have a row", load.running),
+            "waiting": ("Answers that wait for a row", load.waiting),
+            "pages": ("Pages of the cache", load.pages),
+            "free_pages": ("Pages that hold nothing", load.free_pages),
+            "cached_pages": ("Pages of earlier prompts that no answer uses", load.cached_pages),
+            "preemptions": ("How often an answer has lost its pages to others", load.preempted),
+            "up": ("1 until the engine has failed", int(self._engine.broken is None)),
+        }
+        for name, (text, value) in rows.items():
+            yield GaugeMetricFamily(f"bonsai_{name}", text, value)
+        memory = GaugeMetricFamily(
+            "bonsai_device_memory_bytes", "Memory in use on a device", labels=["device"]
+        )
+        for device in jax.local_devices():
+            stats = device.memory_stats() or {}  # a CPU has none
+            if "bytes_in_use" in stats:
+                memory.add_metric([str(device.id)], stats["bytes_in_use"])
+        yield memory

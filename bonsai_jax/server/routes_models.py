@@ -1,0 +1,74 @@
+"""GET routes: what is served, and whether it is well."""
+
+import datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.server.responses import json_response
+from bonsai_jax.server.service import Service
+
+
+async def models(service: Service, request: Request) -> Response:
+    """GET /v1/models: the one model, in OpenAI's form, or Anthropic's to a client of theirs."""
+    if "anthropic-version" in request.headers:
+        own = _anthropic(service)
+        return json_response({"data": [own], "has_more": False, "first_id": own["id"], "last_id": own["id"]})
+    return json_response({"object": "list", "data": [_openai(service)]})
+
+
+async def model(service: Service, request: Request) -> Response:
+    """GET /v1/models/NAME."""
+    name = request.path_params["name"]
+    if name != service.settings.name:
+        raise RequestError(404, f"no model {name!r} is served, only {service.settings.name!r}", param="model")
+    return json_response(_anthropic(service) if "anthropic-version" in request.headers else _openai(service))
+
+
+def _openai(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.settings.name,
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "bonsai-jax",
+        "context_length": service.defaults.most_tokens,
+    }
+
+
+def _anthropic(service: Service) -> dict[str, Any]:
+    created = datetime.datetime.fromtimestamp(int(service.started), datetime.UTC)
+    name = service.settings.name
+    return {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+async def health(service: Service, request: Request) -> Response:
+    """GET /health: 200 while the engine runs."""
+    if service.engine.broken is not None:
+        return json_response({"status": "failed", "reason": "the engine has failed; restart the server"}, 503)
+    return json_response({"status": "ok"})
+
+
+async def ready(service: Service, request: Request) -> Response:
+    """GET /ready: 200 once every program is compiled, until the server shuts down."""
+    if service.engine.broken is not None or service.draining or not service.ready:
+        return json_response({"status": "not ready"}, 503, {"retry-after": "1"})
+    return json_response({"status": "ready"})
+
+
+async def version(service: Service, request: Request) -> Response:
+    """GET /version."""
+    import bonsai_jax
+
+    return json_response({"version": bonsai_jax.__version__})
+
+
+async def metrics(service: Service, request: Request) -> Response:
+    """GET /metrics."""
+    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,118 @@
+"""A server from start to end: a socket, an engine, uvicorn, signals."""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from bonsai_jax.engine import Engine
+from bonsai_jax.server.app import app
+from bonsai_jax.server.service import Service
+from bonsai_jax.server.settings import Settings
+
+KEEP_ALIVE_S = 75  # a connection without a request: longer than clients keep theirs
+
+log = logging.getLogger("bonsai_jax.server")
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at this address, to which nobody can connect yet. port 0: any that is free. Raises ValueError
+    where the address is in use or none of this machine."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        own = socket.socket(family, kind)
+    except OSError as error:
+        raise ValueError(f"--host {host}: {error.strerror}") from None
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        own.bind(address)
+    except OSError as error:
+        own.close()
+        raise ValueError(
+            f"--host {host} --port {port}: {error.strerror}; give another --port, or 0"
+        ) from None
+    return own
+
+
+def url(own: socket.socket) -> str:
+    host, port = own.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn, which SIGTERM and SIGINT end in good order: running requests are answered first. The second
+    signal ends them too."""
+
+    def __init__(self, service: Service, grace_s: float):
+        self._service = service
+        config = uvicorn.Config(
+            app(service), log_config=None, access_log=False, server_header=False, proxy_headers=False,
+            ws="none", lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(grace_s),
+        )  # fmt: skip
+        super().__init__(config)
+
+    def end(self) -> None:
+        """Answer what is running, and take no more."""
+        self.force_exit = self.should_exit
+        self.should_exit = self._service.draining = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:  # pyrefly: ignore[bad-override]
+        """Without uvicorn's end, which raises the signal again: a server that drained has ended well."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {one: signal.signal(one, lambda *_: self.end()) for one in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for one, handler in before.items():
+                signal.signal(one, handler)
+
+
+def serve(
+    engine: Engine,
+    settings: Settings,
+    own: socket.socket,
+    *,
+    warm: bool = True,
+    grace_s: float = 30.0,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Serve an engine's model at a bound socket until SIGTERM or SIGINT.
+
+    warm      compile every program first; requests are taken meanwhile, and wait
+    grace_s   seconds that running requests have to end after the signal
+    tell      called with a line when the server answers, and when it is warm
+    """
+
+    async def run() -> None:
+        service = Service(engine, settings)
+        server = Server(service, grace_s)
+        warming = asyncio.ensure_future(_warm(service, warm, tell))
+        try:
+            tell(f"serving {settings.name} at {url(own)}")
+            await server.serve(sockets=[own])
+        finally:
+            warming.cancel()
+            await asyncio.gather(warming, return_exceptions=True)
+
+    asyncio.run(run())
+
+
+async def _warm(service: Service, warm: bool, tell: Callable[[str], None]) -> None:
+    began = time.perf_counter()
+    if warm:
+        try:
+            await service.in_thread(service.engine.warmup)
+        except Exception as error:
+            log.error("warming up failed: %s", error)
+            return
+    service.ready = True
+    tell(f"ready after {time.perf_counter() - began:.1f} s" if warm else "ready")
