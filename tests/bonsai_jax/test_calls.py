@@ -40,7 +40,8 @@ WRITTEN = {
     "</tool_call>",
     "minimax": '<minimax:tool_call>\n<invoke name="weather">\n<parameter name="city">Rome</parameter>\n'
     "</invoke>\n</minimax:tool_call>",
-    "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="city" '
+    "deepseek-v3.2": '<｜DSML｜function_calls>\n<｜DSML｜invoke name="weather">\n'
+    '<｜DSML｜parameter name="city" '
     'string="true">Rome</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜function_calls>',
     "glm": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>",
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}]',
@@ -110,7 +111,8 @@ def test_the_message_of_a_call(name):
 
 
 SEVERAL = {
-    "hermes": '<tool_call>{"name": "now"}</tool_call>\n<tool_call>\n{"arguments": "{\\"city\\": \\"Rome\\"}", '
+    "hermes": '<tool_call>{"name": "now"}</tool_call>\n<tool_call>\n'
+    '{"arguments": "{\\"city\\": \\"Rome\\"}", '
     '"name": "weather"}</tool_call>',
     "llama": '<|python_tag|>{"type": "function", "name": "now", "parameters": {}}; '
     '{"name": "weather", "parameters": {"city": "Rome"}}',

@@ -110,7 +110,8 @@ def name_and_json(before: str, between: str, after: str) -> Call:
 
 
 def tagged(before: str, middle: str, style: Style, after: str) -> Call:
-    """Calls with a tag for each parameter, in the order of the schema."""
+    """Calls with a tag for each parameter, in the order of the schema. A string ends at the first end tag; of
+    its schema only "enum" and "const" are kept to, not "pattern" or lengths."""
 
     def call(rules: Rules, name: str, schema: Any) -> str:
         parts = [rules.text(before + name + middle)]
