@@ -141,7 +141,7 @@ def _parameter(rules: Rules, style: Style, key: str, schema: Any, root: Any) -> 
     if options is not None and all(isinstance(option, str) for option in options):
         value = f"({' | '.join(rules.text(option) for option in options)}) {rules.text(end)}"
     elif is_string:
-        value = rules.until(end)
+        value = rules.until(style.value[1])  # as it is read; models write the line break before it anyway
     else:
         value = f"{rules.json(with_definitions(schema, root))} {rules.text(end)}"
     return f"{rules.text(begin)} {value} {rules.text(chr(10))}"
