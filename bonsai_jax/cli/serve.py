@@ -141,6 +141,13 @@ def command(
     ] = None,
     context: options.Context = 0,
     max_new_tokens: options.NewTokens = -1,
+    logit_biases: Annotated[
+        int,
+        typer.Option(
+            "--logit-biases", min=1, max=65536, metavar="N",
+            help="Most tokens that the logit_bias of a request may name; many make every step slower.",
+        ),
+    ] = 32,
     think: options.Think = None,
     pooling: Annotated[
         choices.Pooling,
@@ -204,7 +211,7 @@ def command(
         timeout_s=limits.timeout,
     )
     engine = bj.Engine(
-        loaded, max_batch_size=batch_size or None, pages=pages, logprobs=20, logit_biases=1024,
+        loaded, max_batch_size=batch_size or None, pages=pages, logprobs=20, logit_biases=logit_biases,
         speculate=speculate,
     )  # fmt: skip
     say = functools.partial(print, flush=True)

@@ -126,9 +126,10 @@ class Loop:
         self.scheduler.add(answer.request)
 
     def cancel(self, answer: Answer) -> None:
-        """End a request. Its row and pages are free for the next plan."""
-        self.scheduler.end(answer.request)
-        self.answers.pop(answer.request, None)
+        """End a request. Its row and pages are free for the next plan. One that has ended, also by a dispatch
+        that failed, is not in the scheduler any more."""
+        if self.answers.pop(answer.request, None) is not None:
+            self.scheduler.end(answer.request)
 
     def turn(self) -> bool:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work

@@ -18,6 +18,7 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 class Echo:
     """A prompt at the beginning of its answer.
 
+    text      without control tokens, which `tokens` have
     logprobs  of all tokens but the first, as numpy arrays [tokens - 1]; None unless asked for
     """
 

@@ -113,15 +113,30 @@ def only(*allowed: Any) -> Callable[[str, Any], Any]:
     return check
 
 
+def one_of(*texts: str) -> Check:
+    def check(name: str, value: Any) -> str:
+        if not isinstance(value, str) or value not in texts:
+            raise FieldError(name, f"{shown(value)} is none of {', '.join(texts)}")
+        return value
+
+    return check
+
+
+def ids(name: str, value: Any) -> list[int]:
+    if not _are_ids(value):
+        raise FieldError(name, f"{shown(value)} is not a list of token ids")
+    return value
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
 def prompt(name: str, value: Any) -> list[Any]:
     """A text, a list of texts, token ids, or a list of such lists."""
-
-    def ids(prompt: Any) -> bool:
-        return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
-
-    if isinstance(value, str) or ids(value):
+    if isinstance(value, str) or _are_ids(value):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(one, str) or ids(one) for one in value):
+    if isinstance(value, list) and value and all(isinstance(one, str) or _are_ids(one) for one in value):
         return value
     raise FieldError(name, f"{shown(value)} is not a text, a list of token ids, or a list of these")
 

@@ -1,7 +1,8 @@
 """What OpenAI's protocols have in common: fields of requests, errors, usage.
 
 Meanings: platform.openai.com/docs/api-reference. Types: the package openai. In addition, as in other servers:
-top_k, min_p, repetition_penalty under the names of SamplingParams, and `timings` as llama-server has it.
+top_k, min_p, repetition_penalty under the names of SamplingParams, ignore_eos, and `timings` as llama-server
+has it.
 """
 
 from typing import Any
@@ -40,7 +41,7 @@ def _stream_options(name: str, value: Any) -> bool:
 COMMON: dict[str, Check] = {
     **SAMPLING,
     **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
-    **{"stream": truth, "stream_options": _stream_options},
+    **{"stream": truth, "stream_options": _stream_options, "ignore_eos": truth},
     **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers
 }
 WHOLE_ONLY = {"stream": only(False)}  # what a batch takes

@@ -26,20 +26,15 @@ FIELDS = {
 }
 
 
-def _effort(name: str, value: Any) -> str:
-    if value not in EFFORTS:
-        raise FieldError(name, f"{fields.shown(value)} is none of {', '.join(EFFORTS)}")
-    return value
-
-
-def _template(name: str, value: Any) -> dict[str, Any]:
+def variables(name: str, value: Any) -> dict[str, Any]:
+    """The check of a chat template's variables."""
     for key in fields.json_object(name, value):
         if key in RESERVED:
             raise FieldError(f"{name}.{key}", "this variable is made of the request's other fields")
     return value
 
 
-SERVED = {"reasoning_effort": _effort, "chat_template_kwargs": _template}  # not in a batch
+SERVED = {"reasoning_effort": fields.one_of(*EFFORTS), "chat_template_kwargs": variables}  # not in a batch
 
 
 def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
@@ -63,6 +58,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         stop=given.get("stop", []),
         n=given.get("n", 1),
+        ignore_eos=given.get("ignore_eos", False),
         logprobs=logprobs,
         stream=stream,
         stream_usage=usage,

@@ -48,6 +48,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         max_new_tokens=most,
         stop=given.get("stop", []),
         n=given.get("n", 1),
+        ignore_eos=given.get("ignore_eos", False),
         logprobs=given.get("logprobs"),
         echo=echo,
         stream=stream,
@@ -126,7 +127,7 @@ class _Text:
 
     def _add_echo(self, lists: dict[str, list[Any]], echo: Echo) -> None:
         """The prompt's tokens, of which the first has no probability."""
-        detokenizer, at = self._tokenizer.detokenizer(skip_special=False), 0
+        detokenizer, at = self._tokenizer.detokenizer(), 0
         for id in echo.tokens:
             lists["text_offset"].append(min(at, len(echo.text)))
             at += len(detokenizer.push(id))

@@ -14,6 +14,7 @@ class Request:
     template   variables of the chat template
     sampling   fields of SamplingParams
     max_new_tokens   0 only with echo
+    ignore_eos continue after the model's own end tokens
     logprobs   alternatives for each token; None: no log-probabilities
     echo       answers begin with their prompts
     stream     the answer is a stream of events
@@ -29,6 +30,7 @@ class Request:
     max_new_tokens: int | None = None
     stop: list[str] = dataclasses.field(default_factory=list)
     n: int = 1
+    ignore_eos: bool = False
     logprobs: int | None = None
     echo: bool = False
     stream: bool = False

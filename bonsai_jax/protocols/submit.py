@@ -58,19 +58,19 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
-    how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
+    how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
     return [
-        Submission(ids, {"sampling": own, "max_new_tokens": new, **how})
+        Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, **how})
         for ids, own, new in zip(prompts, each, lengths, strict=True)
     ]
 
 
 def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any]) -> list[int]:
     """Token ids of a chat. Raises ValueError where the template refuses it."""
-    return tokenizer.encode_chat(_roles(tokenizer, messages), **template)
+    return tokenizer.encode_chat(roles(tokenizer, messages), **template)
 
 
-def _roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A developer's message is the system's, for a template that does not know developers."""
     if "developer" in (tokenizer.chat_template or ""):
         return messages
@@ -81,23 +81,23 @@ def _roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[st
 
 
 def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
-    _check_size(request, model.tokenizer, prompt, defaults.most_tokens)
+    texts = [message["content"] for message in prompt] if request.chat else [prompt]
+    check_size(request.where, model.tokenizer, texts, defaults.most_tokens)
     if request.chat:
         prompt = chat_ids(model.tokenizer, prompt, defaults.template | request.template)
     return cast(list[int], encode(model, prompt))
 
 
-def _check_size(request: Request, tokenizer: Tokenizer, prompt: Any, most: int) -> None:
-    """Refuse a prompt that cannot fit before it is tokenized: a tokenizer takes 100 bytes of memory for each
-    character."""
-    texts = [message["content"] for message in prompt] if request.chat else [prompt]
+def check_size(where: str, tokenizer: Tokenizer, texts: list[Any], most: int) -> None:
+    """Raise FieldError for texts, or one list of token ids, that cannot fit `most` tokens. A tokenizer takes
+    100 bytes of memory for each character, so this comes before it."""
     size = sum(map(len, texts))
     unit, longest = "token ids", 1
     if isinstance(texts[0], str):
         unit, longest = "characters", tokenizer.longest_text
     if size > most * longest:
         raise FieldError(
-            request.where,
+            where,
             f"{size} {unit} of prompt are more than {most} tokens, for which there is room",
             code=TOO_LONG,
         )

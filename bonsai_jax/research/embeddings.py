@@ -1,7 +1,7 @@
 """One vector for each text."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import get_args
 
 import jax.numpy as jnp
@@ -45,19 +45,29 @@ def embed_texts(
         listed = " or ".join(map(repr, get_args(choices.Pooling)))
         raise ValueError(f"pooling is {pooling!r}; it must be {listed}")
     ids = whole_ids(model, texts, "texts")
-    out = np.zeros((len(ids), model.config.hidden), np.float32)
-    done = 0
     with shown(progress, "embedding") as update, contextlib.closing(Reader(model)) as reader:
-        each = list(batches([len(own) for own in ids], batch_tokens(), widths()))
-        reader.prepare((rows, width) for _, rows, width in each)
-        for numbers, rows, width in each:
-            tokens, lengths = reader.padded([ids[i] for i in numbers], rows, width)
-            hidden, _ = reader.read(tokens, lengths)
-            counts = parallel.place_rows(lengths, model.mesh)
-            vectors = pooled_vectors(model.params, hidden, counts, model.config, pooling=pooling)
-            out[numbers] = parallel.fetch(vectors)[: len(numbers)]
-            done += len(numbers)
-            update(done, len(ids))
+        return embed_ids(reader, ids, pooling, update)
+
+
+def embed_ids(
+    reader: Reader,
+    ids: Sequence[Sequence[int]],
+    pooling: choices.Pooling,
+    update: Callable[[int, int], None] = lambda done, total: None,
+) -> Float[np.ndarray, "N H"]:
+    """`embed_texts` of token ids, by a Reader, which keeps its programs and its cache from call to call."""
+    model, done = reader.model, 0
+    out = np.zeros((len(ids), model.config.hidden), np.float32)
+    each = list(batches([len(own) for own in ids], batch_tokens(), widths()))
+    reader.prepare((rows, width) for _, rows, width in each)
+    for numbers, rows, width in each:
+        tokens, lengths = reader.padded([ids[i] for i in numbers], rows, width)
+        hidden, _ = reader.read(tokens, lengths)
+        counts = parallel.place_rows(lengths, model.mesh)
+        vectors = pooled_vectors(model.params, hidden, counts, model.config, pooling=pooling)
+        out[numbers] = parallel.fetch(vectors)[: len(numbers)]
+        done += len(numbers)
+        update(done, len(ids))
     return out
 
 

@@ -274,13 +274,31 @@ def scored_tokens() -> int:
 
 
 def _score_targets(model: Model, hidden: jax.Array, by_row: list[list[Target]]) -> list[_Pending]:
-    """token_scores of the targets of each row, at most scored_tokens() on each device at a time."""
+    """token_scores of the targets of each row."""
+    return [
+        _Pending(targets, places, *score_tokens(model.params, taken, columns, model.config))
+        for targets, places, taken, columns in taken_states(model, hidden, by_row)
+    ]
+
+
+class Taken(NamedTuple):
+    """Targets, their places in the arrays beside, the hidden states before them, and their (row, position,
+    token)."""
+
+    targets: list[Target]
+    places: list[int]
+    states: jax.Array
+    columns: jax.Array
+
+
+def taken_states(model: Model, hidden: jax.Array, by_row: list[list[Target]]) -> Iterator[Taken]:
+    """The hidden states before the targets of each row, at most scored_tokens() on each device at a time."""
     devices = placement.size(model.mesh, placement.DATA)
     own_rows = len(hidden) // devices
     by_device: list[list[tuple[int, Target]]] = [[] for _ in range(devices)]
     for row, some in enumerate(by_row):
         by_device[row // own_rows] += [(row % own_rows, target) for target in some]
-    pending, most = [], scored_tokens()
+    most = scored_tokens()
     for first in range(0, max(map(len, by_device)), most):
         part = [own[first : first + most] for own in by_device]
         size = _scored(max(map(len, part)))
@@ -291,9 +309,7 @@ def _score_targets(model: Model, hidden: jax.Array, by_row: list[list[Target]]) 
                 targets.append(target)
                 places.append(place)
         placed = parallel.place_rows(columns, model.mesh)
-        taken = take_states(model.params, hidden, placed)
-        pending.append(_Pending(targets, places, *score_tokens(model.params, taken, placed, model.config)))
-    return pending
+        yield Taken(targets, places, take_states(model.params, hidden, placed), placed)
 
 
 def _scored(count: int) -> int:

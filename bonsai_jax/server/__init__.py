@@ -7,6 +7,7 @@ run.py         a socket, uvicorn, signals: from start to the last answer
 app.py         routes, and what they share: a Service
 service.py     Service: the engine, the limits, who is being answered
 settings.py    Settings: what the command line says
+connections.py uvicorn's connections, which do not wait for ever
 door.py        before any route: keys, hosts, origins; after it: errors, one line in the log
 bodies.py      a body's bytes to JSON, within limits
 answering.py   Answering: a Request's answer, whole or as events

@@ -13,6 +13,7 @@ from bonsai_jax.protocols.answers import Echo, Head, Parser, Part, ServerEvent, 
 from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.protocols.submit import Submission, submissions, submitted
+from bonsai_jax.research.prompt_logprobs import prompt_logprobs
 from bonsai_jax.server.service import Service
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,9 @@ class Answering:
             timer = asyncio.get_running_loop().call_later(service.settings.timeout_s, self._expire)
             try:
                 await service.in_thread(self._encode)
+                if self.request.echo:
+                    async with service.reading:
+                        await service.in_thread(self._read_prompts)
                 await service.in_thread(self._submit)
                 yield
             except RuntimeError as error:  # the engine's
@@ -108,7 +112,19 @@ class Answering:
     def _encode(self) -> None:
         """In a thread: it may take seconds."""
         self._submissions = submissions(self.request, self.service.model, self.service.defaults)
+        self.service.metrics.prompt_tokens.inc(self._prompt_tokens)
         self._echoes = [None] * len(self._submissions)
+
+    def _read_prompts(self) -> None:
+        """In a thread: prompts at the beginning of their answers, with log-probabilities if asked for."""
+        request, tokenizer = self.request, self.service.model.tokenizer
+        every = [one.ids for one in self._submissions]
+        scores: list[Any] = [None] * len(every)
+        if request.logprobs is not None:
+            scores = prompt_logprobs(self.service.reader, every, request.logprobs)
+        for number, (prompt, ids) in enumerate(zip(request.prompts, every, strict=True)):
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
+            self._echoes[number] = Echo(text, ids, scores[number])
 
     def _submit(self) -> None:
         self._began = time.perf_counter()

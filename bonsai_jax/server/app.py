@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bonsai_jax.protocols import openai, openai_chat, openai_completions
+from bonsai_jax.protocols import openai, openai_chat, openai_completions, openai_embeddings
 from bonsai_jax.protocols.errors import RequestError
-from bonsai_jax.server import bodies, routes_models
+from bonsai_jax.server import bodies, routes_embeddings, routes_models, routes_tokens
 from bonsai_jax.server.answering import Answering
 from bonsai_jax.server.door import Door
 from bonsai_jax.server.responses import EventStream, json_response, unless_left
@@ -31,7 +31,12 @@ GETS: dict[str, Endpoint] = {
     "/version": routes_models.version,
     "/metrics": routes_models.metrics,
 }
-POSTS: dict[str, Endpoint] = {}
+POSTS: dict[str, Endpoint] = {
+    openai_embeddings.PATH: routes_embeddings.embeddings,
+    "/tokenize": routes_tokens.tokenize,
+    "/detokenize": routes_tokens.detokenize,
+    "/apply-template": routes_tokens.apply_template,
+}
 
 
 def app(service: Service) -> Starlette:

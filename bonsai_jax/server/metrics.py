@@ -19,27 +19,23 @@ class Metrics:
     """Counters of one server, and its engine's state when they are read."""
 
     def __init__(self, engine: Engine):
-        own = self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "bonsai_requests", "Requests by path and status", ["path", "status"], registry=own
-        )
-        self.request_s = Histogram(
-            "bonsai_request_seconds", "Seconds of a request", ["path"], buckets=TOTAL_S, registry=own
-        )
-        self._first_s = Histogram(
-            "bonsai_time_to_first_token_seconds", "From the engine's queue to the first token",
-            buckets=WAITS_S, registry=own,
-        )  # fmt: skip
-        self._between_s = Histogram(
-            "bonsai_time_between_tokens_seconds",
-            "Between tokens of an answer; the mean of those that come together", buckets=BETWEEN_S, registry=own,
-        )  # fmt: skip
-        self.prompt_tokens = Counter("bonsai_prompt_tokens", "Tokens of prompts", registry=own)
-        self._cached = Counter(
-            "bonsai_cached_tokens", "Tokens of prompts that were in the cache", registry=own
-        )
-        self._new = Counter("bonsai_new_tokens", "Tokens of answers", registry=own)
-        self._accepted = Counter("bonsai_accepted_tokens", "Proposed tokens that were accepted", registry=own)
+        self.registry = own = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"bonsai_{name}", text, labels, registry=own)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"bonsai_{name}_seconds", text, labels, buckets=buckets, registry=own)
+
+        self.requests = counter("requests", "Requests by path and status", "path", "status")
+        self.request_s = histogram("request", "Seconds of a request", TOTAL_S, "path")
+        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts")
+        self._cached = counter("cached_tokens", "Tokens of prompts that were in the cache")
+        self._new = counter("new_tokens", "Tokens of answers")
+        self._accepted = counter("accepted_tokens", "Proposed tokens that were accepted")
+        self._first_s = histogram("time_to_first_token", "From the queue to the first token", WAITS_S)
+        between = "Between tokens of an answer; the mean, for those that come together"
+        self._between_s = histogram("time_between_tokens", between, BETWEEN_S)
         own.register(_EngineState(engine))
 
     def first_token(self, seconds: float) -> None:

@@ -28,8 +28,10 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 
 def error_response(protocol: Any, error: RequestError) -> Response:
-    retry = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    return json_response(protocol.error(error), error.status, retry)
+    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers["connection"] = "close"
+    return json_response(protocol.error(error), error.status, headers)
 
 
 async def unless_left[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -13,6 +13,7 @@ import uvicorn
 
 from bonsai_jax.engine import Engine
 from bonsai_jax.server.app import app
+from bonsai_jax.server.connections import Connection
 from bonsai_jax.server.service import Service
 from bonsai_jax.server.settings import Settings
 
@@ -52,8 +53,9 @@ class Server(uvicorn.Server):
     def __init__(self, service: Service, grace_s: float):
         self._service = service
         config = uvicorn.Config(
-            app(service), log_config=None, access_log=False, server_header=False, proxy_headers=False,
-            ws="none", lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(grace_s),
+            app(service), http=Connection, ws="none", log_config=None, access_log=False,
+            server_header=False, proxy_headers=False,
+            lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(grace_s),
         )  # fmt: skip
         super().__init__(config)
 

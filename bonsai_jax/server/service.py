@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from bonsai_jax.engine import Engine
 from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.protocols.submit import Defaults
+from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.metrics import Metrics
 from bonsai_jax.server.settings import Settings
 
@@ -32,7 +33,9 @@ class Service:
         self.defaults = Defaults(
             engine.most_tokens, settings.sampling, settings.max_new_tokens, settings.template, clip=True
         )
-        self.reading = asyncio.Lock()  # whole texts are read one request at a time, each with a cache
+        # Reads whole texts, for embeddings and echoes, beside the engine: one request at a time, with a cache
+        # that it makes for the first.
+        self.reader, self.reading = Reader(engine.model), asyncio.Lock()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bonsai-jax server")
 
     async def in_thread[**P, T](self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -68,4 +71,5 @@ class Service:
     def close(self) -> None:
         """Cancel what is running, and free the device's memory."""
         self.engine.close()
+        self.reader.close()
         self._threads.shutdown(wait=False, cancel_futures=True)

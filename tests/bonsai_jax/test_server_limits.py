@@ -1,0 +1,406 @@
+"""What strangers send, and what goes wrong: clear errors, other requests undisturbed, every page back."""
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.parse
+
+import httpx
+import openai
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax.engine import runner as running
+from bonsai_jax.server.bodies import MOST_DEPTH
+from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY
+from tests.bonsai_jax.serving import HI, Served, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "Once", "max_tokens": 240, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model() -> bj.Model:
+    return bj.load(TINY, bj.RunConfig(context=256, batch_size=4, impl="reference"))
+
+
+@pytest.fixture(scope="module")
+def server(model):
+    with serving(model, rows=2, max_body=10**6, max_queue=4, max_answers=8, body_s=1.0) as served:
+        served.post(TEXT, prompt="Once", max_tokens=2)  # compiles
+        yield served
+        served.idle()
+
+
+def send(served: Served, path: str, data: bytes, **headers: str) -> httpx.Response:
+    return httpx.post(served.url + path, content=data, headers=headers, timeout=60)
+
+
+# Wrong bodies. Of each: the path, the body, and the field that the error names.
+
+NESTED = {"type": "x"}
+for _ in range(40):
+    NESTED = {"a": [NESTED]}
+VALUES = [
+    None,
+    True,
+    -1,
+    0,
+    1e999,
+    10**400,
+    1.5,
+    "",
+    "x" * 3000,
+    "\ud800",
+    [],
+    [[]],
+    [None],
+    {},
+    {"": None},
+    NESTED,
+]
+FIELDS = {
+    CHAT: (
+        *(
+            "messages",
+            "max_tokens",
+            "max_completion_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "seed",
+        ),
+        *("stop", "stream", "stream_options", "logprobs", "top_logprobs", "logit_bias", "presence_penalty"),
+        *(
+            "frequency_penalty",
+            "repetition_penalty",
+            "reasoning_effort",
+            "chat_template_kwargs",
+            "response_format",
+        ),
+    ),
+    TEXT: (
+        "prompt",
+        "max_tokens",
+        "n",
+        "logprobs",
+        "echo",
+        "suffix",
+        "best_of",
+        "stop",
+        "stream",
+        "logit_bias",
+    ),
+    "/v1/embeddings": ("input", "encoding_format", "dimensions", "pooling"),
+    "/tokenize": ("content", "add_special", "parse_special"),
+    "/detokenize": ("tokens",),
+    "/apply-template": ("messages", "chat_template_kwargs"),
+}
+GOOD = {
+    CHAT: {"messages": HI, "max_tokens": 1},
+    TEXT: {"prompt": "Once", "max_tokens": 1},
+    "/v1/embeddings": {"input": "Once"},
+    "/tokenize": {"content": "Once"},
+    "/detokenize": {"tokens": [5]},
+    "/apply-template": {"messages": HI},
+}
+
+
+def test_wrong_values_are_400s_that_name_the_field(server):
+    """Every field with every value: about 650 bodies, a part of which are right."""
+    refused = 0
+    with server.http() as http:
+        for path, names in FIELDS.items():
+            for name in names:
+                for value in VALUES:
+                    body = json.dumps(GOOD[path] | {name: value})
+                    if "Infinity" in body:
+                        body = body.replace("Infinity", "1e999")
+                    answer = http.post(path, content=body)
+                    assert answer.status_code in (200, 400), (path, name, value, answer.text)
+                    if answer.status_code == 400:
+                        error = answer.json()["error"]
+                        refused += 1
+                        assert error["param"].startswith(name) or name in error["message"], (
+                            name,
+                            value,
+                            error,
+                        )
+                        assert "Traceback" not in error["message"] and len(error["message"]) < 600
+    assert refused > 350
+    server.idle()
+
+
+@pytest.mark.parametrize(
+    ("data", "status", "message"),
+    [
+        (b"", 400, "not JSON"),
+        (b"{", 400, "not JSON: Expecting property name"),
+        (b"[1]", 400, "not a JSON object but a list"),
+        (b"null", 400, "not a JSON object"),
+        (b'{"prompt": "\xff"}', 400, "not UTF-8, at byte 12"),
+        (b'{"prompt": NaN}', 400, "NaN is no number"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", 400, "a number that cannot be read"),
+        (b'{"prompt": ' + b"[" * 200 + b"]" * 200 + b"}", 400, f"more than {MOST_DEPTH} deep"),
+        (b'{"prompt": ' + b"[" * 200_000, 400, f"more than {MOST_DEPTH} deep"),
+        (b'{"prompt": "' + b"x" * 1_000_000 + b'"}', 413, "more than 1000000 bytes"),
+        (b"x" * 10_000_000, 413, "more than 1000000 bytes"),
+        (b'{"prompt": "' + b"x" * 900_000 + b'"}', 400, "characters of prompt are more than 256 tokens"),
+        (json.dumps({"prompt": [[5]] * 9}).encode(), 400, "9 answers are asked for"),
+        (json.dumps({"prompt": "a", "n": 9}).encode(), 400, "9 answers are asked for"),
+        (json.dumps({"prompt": [10**9]}).encode(), 400, "beyond the vocabulary"),
+    ],
+)
+def test_bodies_that_are_no_requests(server, data, status, message):
+    with contextlib.suppress(httpx.WriteError):  # far too large: the server does not read it all
+        answer = send(server, TEXT, data)
+        assert answer.status_code == status and message in answer.json()["error"]["message"], answer.text
+    assert server.post(TEXT, prompt="Once", max_tokens=1).status_code == 200
+
+
+def test_a_hundred_senders_that_break_off_or_take_their_time(server):
+    """Others are answered meanwhile."""
+    address = urllib.parse.urlsplit(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n{"
+    sockets = []
+    for i in range(100):
+        own = socket.create_connection((address.hostname, address.port))
+        own.sendall(head[: 20 + 3 * i % len(head)] if i % 2 else head)
+        sockets.append(own)
+    began = time.monotonic()
+    assert server.post(TEXT, prompt="Once", max_tokens=1).status_code == 200
+    assert time.monotonic() - began < 5
+    for own in sockets[:50]:
+        own.close()
+    slow = sockets[50]
+    slow.settimeout(20)
+    with slow, slow.makefile("rb") as file:
+        answer = file.read()  # until the server closes the connection
+    assert answer.startswith(b"HTTP/1.1 408") and b"did not arrive within 1 s" in answer
+    for own in sockets[51:]:
+        own.close()
+    server.idle()
+
+
+def test_a_client_that_leaves_frees_its_row(server):
+    """Of whole answers and streamed ones, of one prompt and several, running and waiting."""
+    for body in (
+        LONG,
+        LONG | {"stream": True},
+        LONG | {"n": 3},
+        LONG | {"prompt": ["a", "b"], "stream": True},
+    ):
+        with pytest.raises(httpx.TimeoutException), httpx.Client(timeout=0.3) as http:
+            if body.get("stream"):
+                with http.stream("POST", server.url + TEXT, json=body) as answer:
+                    for _ in answer.iter_lines():
+                        raise httpx.ReadTimeout("the test has seen enough")
+            http.post(server.url + TEXT, json=body)
+        new = server.service.metrics._new._value.get()
+        server.idle(5)
+        assert server.service.metrics._new._value.get() - new < 200  # it did not run to its end
+
+
+def test_a_full_queue_is_a_429_with_retry_after(server):
+    async def all_statuses() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+            return await asyncio.gather(
+                *(http.post(TEXT, json=LONG | {"max_tokens": 100}) for _ in range(12))
+            )
+
+    answers = asyncio.run(all_statuses())
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(200) == 6 and statuses.count(429) == 6  # two rows, and four wait
+    full = next(answer for answer in answers if answer.status_code == 429)
+    assert full.headers["retry-after"] == "1" and full.json()["error"]["code"] == "queue_full"
+    server.idle()
+
+
+def test_an_answer_ends_at_its_deadline(model, monkeypatch):
+    """With the text so far; without any, as a 503."""
+    with serving(model, rows=1) as served:
+        served.post(TEXT, **LONG)  # compiles
+        served.service.settings = dataclasses.replace(served.service.settings, timeout_s=1.0)
+        decode = running.Runner.decode
+
+        def slowly(self, *arguments):
+            time.sleep(0.05)
+            return decode(self, *arguments)
+
+        monkeypatch.setattr(running.Runner, "decode", slowly)
+
+        async def both() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
+                return await asyncio.gather(*(http.post(TEXT, json=LONG) for _ in range(2)))
+
+        cut, waiting = sorted(asyncio.run(both()), key=lambda answer: answer.status_code)
+        assert cut.status_code == 200 and cut.json()["choices"][0]["finish_reason"] == "length"
+        assert 0 < cut.json()["usage"]["completion_tokens"] < 240
+        assert waiting.status_code == 503 and waiting.json()["error"]["code"] == "timeout"
+        served.idle()
+
+
+KEYS = ("first-key", "second-key")
+
+
+def test_keys_pages_and_names(model):
+    with serving(model, keys=KEYS, origins=("https://chat.example",)) as served, served.http() as http:
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "first-key"},
+            {"x-api-key": ""},
+        ):
+            answer = http.get("/v1/models", headers=headers)
+            assert answer.status_code == 401 and answer.json()["error"]["type"] == "authentication_error"
+        assert http.get("/metrics").status_code == 401
+        assert (
+            http.get("/health").status_code
+            == http.get("/health", headers={"host": "x.example"}).status_code
+            == 200
+        )
+        for key in KEYS:
+            assert http.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code == 200
+            assert http.get("/v1/models", headers={"x-api-key": key}).status_code == 200
+        with served.openai(api_key="second-key") as client:
+            assert client.models.list().data[0].id == "tiny"
+        with served.openai(api_key="third") as client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        own = {"authorization": f"Bearer {KEYS[0]}"}
+        allowed = http.get("/v1/models", headers=own | {"origin": "https://chat.example"})
+        assert allowed.headers["access-control-allow-origin"] == "https://chat.example"
+        other = http.get("/v1/models", headers=own | {"origin": "https://evil.example"})
+        assert other.status_code == 403 and "access-control-allow-origin" not in other.headers
+        asks = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+        assert http.options(CHAT, headers=asks).status_code == 200
+
+
+def test_without_a_key_only_this_machines_names_are_answered(server):
+    with server.http() as http:
+        assert http.get("/v1/models", headers={"host": "rebound.example:80"}).status_code == 403
+        for name in ("localhost", "127.0.0.1:8000", "[::1]:8000"):
+            assert http.get("/v1/models", headers={"host": name}).status_code == 200
+        page = http.get("/v1/models", headers={"origin": "https://evil.example"})
+        assert page.status_code == 403 and "access-control-allow-origin" not in page.headers
+        assert http.get("/v1/models", headers={"origin": server.url}).status_code == 200
+
+
+def test_a_dispatch_that_fails_is_a_500_and_the_next_request_runs(model, monkeypatch):
+    with serving(model) as served:
+        served.post(TEXT, prompt="Once", max_tokens=2)
+
+        def failing(self, *arguments):
+            raise RuntimeError("no device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(running.Runner, "prefill", failing)
+            failed = served.post(TEXT, prompt="Two", max_tokens=2, stream=True)
+        assert failed.status_code == 500 and "no device" in failed.json()["error"]["message"]
+        assert served.post(TEXT, prompt="Two", max_tokens=2).status_code == 200
+        served.idle()
+        with monkeypatch.context() as patch:
+            patch.setattr(running.Runner, "prefill", failing)
+            for _ in range(2):
+                assert served.post(TEXT, prompt="Two", max_tokens=2).status_code == 500
+            assert httpx.get(f"{served.url}/health").status_code == 503
+        assert served.post(TEXT, prompt="Two", max_tokens=2).status_code == 500
+
+
+def test_a_stream_that_fails_ends_with_an_error_event(model, monkeypatch):
+    with serving(model) as served:
+        served.post(TEXT, prompt="Once", max_tokens=2)
+        real, calls = running.Runner.decode, []
+
+        def failing(self, *arguments):
+            calls.append(1)
+            if len(calls) > 2:
+                raise RuntimeError("no device")
+            return real(self, *arguments)
+
+        monkeypatch.setattr(running.Runner, "decode", failing)
+        text = served.post(TEXT, **LONG | {"stream": True}).text
+        *_, last = [line.removeprefix("data: ") for line in text.splitlines() if line]
+        assert json.loads(last)["error"]["type"] == "server_error"
+
+
+def test_no_token_can_be_drawn(server):
+    """All of the vocabulary is banned that the table of biases holds: the rest can be drawn."""
+    bias = {str(token): -100 for token in range(17)}
+    answer = server.post(TEXT, prompt="Once", max_tokens=1, logit_bias=bias)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "logit_bias"
+
+
+@contextlib.contextmanager
+def started(*options: str, env: dict[str, str] | None = None):
+    """The command, once it has said where it is: the process and the address."""
+    command = [*COMMAND, "serve", "-m", TINY, "--impl", "reference", "-c", "128", "-b", "2", "--port", "0"]
+    process = subprocess.Popen(
+        [*command, "--no-warmup", *options], cwd=ROOT, env={**os.environ, **(env or {})}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"serving {TINY} at http://127.0.0.1:"), process.communicate()
+        assert process.stdout.readline() == "ready\n"
+        yield process, line.split()[-1]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_the_command_drains_and_ends_well(tmp_path):
+    """SIGTERM: what runs is answered, nothing more is taken, and the exit code is 0."""
+    secret = "a secret prompt"
+    (tmp_path / "keys").write_text("from-file\n\n")
+    with started("--api-key-file", tmp_path / "keys", env={"BONSAI_JAX_API_KEYS": "from-env"}) as (
+        process,
+        url,
+    ):
+        for key in ("from-file", "from-env"):
+            own = {"authorization": f"Bearer {key}"}
+            assert httpx.get(f"{url}/v1/models", headers=own).status_code == 200
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="from-env", timeout=60) as client:
+            ask = {
+                "model": "x",
+                "prompt": secret,
+                "max_tokens": 80,
+                "extra_body": {"ignore_eos": True},
+            }
+            stream = iter(client.completions.create(**ask, stream=True))
+            first = next(stream)
+            process.send_signal(signal.SIGTERM)
+            rest = list(stream)
+        assert first.choices and rest[-1].choices[0].finish_reason == "length"
+        assert process.wait(30) == 0
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{url}/health")
+        log = process.stderr.read()
+    assert "POST /v1/completions 200" in log and "+ 80 tokens" in log
+    assert secret not in log and "from-env" not in log and "Traceback" not in log
+
+
+def test_an_address_in_use_and_wrong_options_are_one_line():
+    own = socket.create_server(("127.0.0.1", 0))
+    port = str(own.getsockname()[1])
+    with own:
+        for options, message in (
+            (
+                ["--port", port],
+                f"error: --host 127.0.0.1 --port {port}: Address already in use; give another",
+            ),
+            (["--host", "nowhere.invalid"], "error: --host nowhere.invalid: "),
+            (["--api-key", ""], "error: --api-key, --api-key-file: no key was given, or only empty ones"),
+        ):
+            done = subprocess.run(
+                [*COMMAND, "serve", "-m", TINY, *options], capture_output=True, text=True, cwd=ROOT
+            )
+            assert done.returncode == 1 and done.stderr.splitlines()[-1].startswith(message), done.stderr
