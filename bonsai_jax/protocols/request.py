@@ -12,6 +12,8 @@ class Request:
     prompts    the messages of a chat (one list of them), or texts and lists of token ids
     chat       prompts are messages, which the chat template formats
     template   variables of the chat template
+    tools      functions that may be called, as OpenAI's chat completions have them
+    parallel_calls   an answer may have several calls
     sampling   fields of SamplingParams
     max_new_tokens   0 only with echo
     ignore_eos continue after the model's own end tokens
@@ -27,6 +29,8 @@ class Request:
     sampling: dict[str, Any]
     chat: bool = False
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    parallel_calls: bool = True
     max_new_tokens: int | None = None
     stop: list[str] = dataclasses.field(default_factory=list)
     n: int = 1

@@ -6,6 +6,7 @@ Encoding texts and rendering templates may take seconds: call this outside of an
 """
 
 import dataclasses
+import json
 from typing import Any, cast
 
 from bonsai_jax.config import SamplingParams
@@ -49,12 +50,7 @@ class Submission:
 
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
     """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
-    try:
-        prompts = [_ids(request, model, prompt, defaults) for prompt in request.prompts]
-    except FieldError:
-        raise
-    except ValueError as error:  # ChatTemplateError is one
-        raise FieldError(request.where, str(error)) from None
+    prompts = prompt_ids(request, model, defaults)
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
@@ -65,9 +61,37 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
     ]
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any]) -> list[int]:
-    """Token ids of a chat. Raises ValueError where the template refuses it."""
-    return tokenizer.encode_chat(roles(tokenizer, messages), **template)
+def prompt_ids(request: Request, model: Model, defaults: Defaults) -> list[list[int]]:
+    """Token ids of each prompt. Raises FieldError for one that cannot be encoded."""
+    try:
+        return [_ids(request, model, prompt, defaults) for prompt in request.prompts]
+    except FieldError:
+        raise
+    except ValueError as error:  # ChatTemplateError is one
+        raise FieldError(request.where, str(error)) from None
+
+
+def chat_ids(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    template: dict[str, Any],
+    tools: list[dict[str, Any]],
+) -> list[int]:
+    """Token ids of a chat. Raises ValueError where the template refuses it, and FieldError for tools that
+    this model cannot call."""
+    if tools and not tokenizer.writes_harmony:
+        try:
+            tokenizer.known_call_format()
+        except NotImplementedError as error:
+            raise FieldError("tools", str(error).removeprefix("tools: ")) from None
+    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
+
+
+def chat_texts(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
+    """Everything in a chat that becomes tokens."""
+    texts = [message["content"] for message in messages]
+    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    return [*texts, *map(json.dumps, [*calls, *tools])]
 
 
 def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,10 +105,11 @@ def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
-    texts = [message["content"] for message in prompt] if request.chat else [prompt]
+    texts = chat_texts(prompt, request.tools) if request.chat else [prompt]
     check_size(request.where, model.tokenizer, texts, defaults.most_tokens)
     if request.chat:
-        prompt = chat_ids(model.tokenizer, prompt, defaults.template | request.template)
+        template = defaults.template | request.template
+        prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
     return cast(list[int], encode(model, prompt))
 
 
