@@ -10,6 +10,7 @@ from bonsai_jax.config import SamplingParams
 from bonsai_jax.protocols.errors import FieldError
 
 MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6
 MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
 
 Check = Callable[[str, Any], Any]
@@ -74,6 +75,17 @@ def between(low: int, high: int) -> Callable[[str, Any], int]:
     return check
 
 
+def within(low: float, high: float) -> Check:
+    """Numbers beyond any use, which float32 would make infinite or 0, are errors."""
+
+    def check(name: str, value: Any) -> float:
+        if number(name, value) > high or value < low:
+            raise FieldError(name, f"is {shown(value)}; it must lie in {low:g} to {high:g}")
+        return value
+
+    return check
+
+
 def truth(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise FieldError(name, f"{shown(value)} is neither true nor false")
@@ -95,7 +107,8 @@ def bias(name: str, value: Any) -> dict[int, float]:
         raise FieldError(name, f'{shown(value)} is not an object such as {{"50256": -100}}')
     if len(value) > MOST_BIASES:
         raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")
-    return {int(token): number(f"{name}.{token}", bias) for token, bias in value.items()}
+    in_range = within(-MOST_BIAS, MOST_BIAS)
+    return {int(token): in_range(f"{name}.{token}", bias) for token, bias in value.items()}
 
 
 def json_object(name: str, value: Any) -> dict[str, Any]:
@@ -147,7 +160,7 @@ def shown(value: Any) -> str:
 
 
 SAMPLING: dict[str, Check] = {
-    **dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty"), number),
-    **dict.fromkeys(("min_p", "repetition_penalty"), number),
+    **dict.fromkeys(("top_p", "min_p", "frequency_penalty", "presence_penalty"), number),
+    **{"temperature": within(0, MOST_TEMPERATURE), "repetition_penalty": within(*REPETITIONS)},
     **{"top_k": top_k, "seed": whole, "logit_bias": bias},
 }

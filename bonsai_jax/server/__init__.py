@@ -13,8 +13,14 @@ bodies.py      a body's bytes to JSON, within limits
 answering.py   Answering: a Request's answer, whole or as events
 responses.py   JSON, and streams of events that end when the client leaves
 metrics.py     what /metrics shows
+openapi.py     the description at /openapi.json
 routes_*.py    routes that are no protocol: models, tokens, embeddings, health
 
 What a body means, and what an answer looks like: bonsai_jax/protocols. An API is one file of it and one line
 in app.py.
 """
+
+from bonsai_jax.server.run import Running, running, serve
+from bonsai_jax.server.settings import Settings
+
+__all__ = ["Running", "Settings", "running", "serve"]

@@ -40,7 +40,8 @@ GETS: dict[str, Endpoint] = {
     "/health": routes_models.health,
     "/ready": routes_models.ready,
     "/version": routes_models.version,
-    "/metrics": routes_models.metrics,
+    "/openapi.json": routes_models.openapi_json,
+    "/metrics": routes_models.own_metrics,
 }
 POSTS: dict[str, Endpoint] = {
     openai_embeddings.PATH: routes_embeddings.embeddings,

@@ -1,12 +1,14 @@
 """GET routes: what is served, and whether it is well."""
 
 import datetime
+from importlib import metadata
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.server import openapi
 from bonsai_jax.server.responses import json_response
 from bonsai_jax.server.service import Service
 
@@ -64,11 +66,21 @@ async def ready(service: Service, request: Request) -> Response:
 
 async def version(service: Service, request: Request) -> Response:
     """GET /version."""
-    import bonsai_jax
-
-    return json_response({"version": bonsai_jax.__version__})
+    return json_response({"version": _version()})
 
 
-async def metrics(service: Service, request: Request) -> Response:
+def _version() -> str:
+    try:
+        return metadata.version("bonsai-jax")
+    except metadata.PackageNotFoundError:
+        return "a checkout that is not installed"
+
+
+async def openapi_json(service: Service, request: Request) -> Response:
+    """GET /openapi.json."""
+    return json_response(openapi.description(_version(), keys=bool(service.settings.keys)))
+
+
+async def own_metrics(service: Service, request: Request) -> Response:
     """GET /metrics."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import signal
 import socket
@@ -118,3 +119,45 @@ async def _warm(service: Service, warm: bool, tell: Callable[[str], None]) -> No
             return
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if warm else "ready")
+
+
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A server in a thread of this process. url: without /v1."""
+
+    url: str
+    service: Service
+
+
+@contextlib.contextmanager
+def running(
+    engine: Engine, settings: Settings = Settings(), *, port: int = 0, grace_s: float = 10.0
+) -> Iterator[Running]:
+    """A server of an engine's model beside a notebook or a test, at 127.0.0.1.
+
+        with server.running(bj.Engine(model)) as running:
+            client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+
+    port      0: any that is free
+    grace_s   seconds that running requests have to end when the block ends; then the engine is closed
+    """
+    service = Service(engine, settings)
+    service.ready = True  # a program is compiled when a request first needs it
+    server, own = Server(service, grace_s), bound("127.0.0.1", port)
+    place, started = url(own), threading.Event()
+
+    async def run() -> None:
+        serving = asyncio.ensure_future(server.serve(sockets=[own]))
+        while not (server.started or serving.done()):
+            await asyncio.sleep(0.005)
+        started.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="bonsai-jax server")
+    thread.start()
+    started.wait()
+    try:
+        yield Running(place, service)
+    finally:
+        server.end()
+        thread.join()

@@ -27,7 +27,7 @@ class Settings:
     timeout_s       seconds after which an answer ends with the text so far
     """
 
-    name: str
+    name: str = "model"
     keys: tuple[str, ...] = ()
     local: bool = True
     origins: tuple[str, ...] = ()

@@ -1,9 +1,7 @@
 """A server in a thread of the tests' process, and clients of it."""
 
-import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 
@@ -11,9 +9,8 @@ import httpx
 from openai import AsyncOpenAI, OpenAI
 
 import bonsai_jax as bj
-from bonsai_jax.server.run import Server, bound, url
+from bonsai_jax import server
 from bonsai_jax.server.service import Service
-from bonsai_jax.server.settings import Settings
 
 GREEDY = {"temperature": 0}
 HI = [{"role": "user", "content": "Hi there"}]
@@ -61,17 +58,5 @@ class Served:
 def serving(model: bj.Model, *, rows: int = 4, engine: dict | None = None, **settings) -> Iterator[Served]:
     """A server of this model at a free port. settings: of Settings."""
     made = bj.Engine(model, max_batch_size=rows, logprobs=20, max_wait_s=0.02, **(engine or {}))
-    service = Service(made, Settings(**{"name": "tiny", **settings}))
-    server, own = Server(service, grace_s=10), bound("127.0.0.1", 0)
-    address = url(own)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[own])))
-    thread.start()
-    try:
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.005)
-        yield Served(service, address)
-    finally:
-        server.end()
-        thread.join(30)
-        assert not thread.is_alive()
+    with server.running(made, server.Settings(**{"name": "tiny", **settings})) as own:
+        yield Served(own.service, own.url)

@@ -190,7 +190,7 @@ def test_the_package_openai_reads_the_answers(answers):
         (TEXT, {"prompt": [1, "x"]}, "prompt: [1, 'x'] is not"),
         (TEXT, {"prompt": "x", "stream": True}, "stream: True is not supported; leave it out"),
         (TEXT, {"prompt": "x", "temperature": "hot"}, "temperature: 'hot' is not a number"),
-        (TEXT, {"prompt": "x", "temperature": -1}, "temperature: is -1; it must lie in 0 to inf"),
+        (TEXT, {"prompt": "x", "temperature": -1}, "temperature: is -1; it must lie in 0 to 1000"),
         (TEXT, {"prompt": "x", "top_p": 1.5}, "top_p: is 1.5; it must lie in 0 to 1"),
         (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 does not lie in 1 to"),
         (TEXT, {"prompt": "x", "n": 1000}, "n: 1000 does not lie in 1 to 128"),

@@ -233,9 +233,7 @@ def test_models_are_listed_in_both_forms(server):
 def test_reasoning_effort_and_template_variables(model, server):
     """The tiny model's template gets them; a model that thinks would obey."""
     template = "{{ enable_thinking }}/{{ reasoning_effort }}/{{ style }}:{{ messages[0].content }}"
-    own = dataclasses.replace(
-        model, tokenizer=dataclasses.replace(model.tokenizer, chat_template=template)
-    )
+    own = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, chat_template=template))
     before = server.service.model
     server.service.model = own
     try:

@@ -1,0 +1,188 @@
+"""GET /openapi.json: what the server takes and gives, in OpenAPI 3.1.
+
+A field that is not listed is ignored. Bounds are those of bonsai_jax/protocols/fields.py. What depends on the
+model (tokens beyond its vocabulary, prompts beyond its context) is a 400 that no schema shows.
+"""
+
+from typing import Any, get_args
+
+from bonsai_jax import choices
+from bonsai_jax.protocols import fields, openai_chat, openai_completions, openai_embeddings
+
+Schema = dict[str, Any]
+
+TEXT, TRUTH, NUMBER, WHOLE, OBJECT = (
+    {"type": t} for t in ("string", "boolean", "number", "integer", "object")
+)
+IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+
+
+def either(*schemas: Schema) -> Schema:
+    return {"anyOf": list(schemas)}
+
+
+def listed(items: Schema, least: int = 0) -> Schema:
+    return {"type": "array", "items": items, "minItems": least}
+
+
+def between(low: float, high: float, kind: str = "integer") -> Schema:
+    return {"type": kind, "minimum": low, "maximum": high}
+
+
+def closed(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
+    """An object; null for an optional field counts as missing."""
+    nullable = {name: either(schema, {"type": "null"}) for name, schema in (optional or {}).items()}
+    return {"type": "object", "properties": required | nullable, "required": list(required)}
+
+
+MESSAGE = closed(
+    {
+        "role": TEXT,
+        "content": either(TEXT, listed(closed({"type": {"const": "text"}, "text": TEXT}))),
+    },
+    {"name": TEXT, "reasoning_content": TEXT},
+)
+STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
+BIASES = {
+    "type": "object",
+    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+    "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
+    "maxProperties": fields.MOST_BIASES,
+}
+NEW = between(1, fields.MOST_NEW)
+COMMON = {
+    "model": TEXT,
+    "max_tokens": NEW,
+    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
+    "top_p": between(0, 1, "number"),
+    "top_k": between(-1, 2**31 - 1),
+    "min_p": between(0, 1, "number"),
+    "frequency_penalty": between(-(10**6), 10**6, "number"),
+    "presence_penalty": between(-(10**6), 10**6, "number"),
+    "repetition_penalty": between(*fields.REPETITIONS, "number"),
+    "logit_bias": BIASES,
+    "seed": WHOLE,
+    "stop": either(STOP, {**listed(STOP), "maxItems": fields.MOST_STOPS}),
+    "n": between(1, fields.MOST_ANSWERS),
+    "ignore_eos": TRUTH,
+    "stream": TRUTH,
+    "stream_options": closed({}, {"include_usage": TRUTH}),
+}
+VARIABLES = {"chat_template_kwargs": OBJECT}
+CHAT = COMMON | {
+    "max_completion_tokens": NEW,
+    "logprobs": TRUTH,
+    "top_logprobs": between(0, fields.MOST_LOGPROBS),
+    "reasoning_effort": {"enum": list(openai_chat.EFFORTS)},
+    **VARIABLES,
+}
+COMPLETION = COMMON | {
+    "max_tokens": between(0, fields.MOST_NEW),
+    "logprobs": between(0, fields.MOST_LOGPROBS),
+    "echo": TRUTH,
+}
+EMBEDDING = {
+    "model": TEXT,
+    "encoding_format": {"enum": ["float", "base64"]},
+    "dimensions": NEW,
+    "pooling": {"enum": list(get_args(choices.Pooling))},
+}
+PROMPT = either(TEXT, IDS, listed(either(TEXT, IDS), 1))
+USAGE = closed({"prompt_tokens": WHOLE, "total_tokens": WHOLE})
+FINISH = {"enum": ["stop", "length"]}
+
+
+def _completion(kind: str, choice: Schema) -> Schema:
+    choices_ = listed(closed({"index": WHOLE, "finish_reason": FINISH, **choice}))
+    return closed(
+        {
+            "id": TEXT,
+            "object": {"const": kind},
+            "created": WHOLE,
+            "model": TEXT,
+            "choices": choices_,
+            "usage": USAGE,
+        }
+    )
+
+
+ANSWER = closed({"role": {"const": "assistant"}, "content": TEXT}, {"reasoning_content": TEXT})
+VECTOR = closed({"object": {"const": "embedding"}, "index": WHOLE, "embedding": either(TEXT, listed(NUMBER))})
+POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
+    openai_chat.PATH: (
+        "Answer a chat",
+        closed({"messages": listed(MESSAGE, 1)}, CHAT),
+        _completion("chat.completion", {"message": ANSWER}),
+    ),
+    openai_completions.PATH: (
+        "Continue texts",
+        closed({"prompt": PROMPT}, COMPLETION),
+        _completion("text_completion", {"text": TEXT}),
+    ),
+    openai_embeddings.PATH: (
+        "A vector for each text",
+        closed({"input": PROMPT}, EMBEDDING),
+        closed({"object": {"const": "list"}, "data": listed(VECTOR), "model": TEXT, "usage": USAGE}),
+    ),
+    "/tokenize": (
+        "Token ids of a text",
+        closed({"content": TEXT}, {"add_special": TRUTH, "parse_special": TRUTH}),
+        closed({"tokens": listed(WHOLE)}),
+    ),
+    "/detokenize": ("The text of token ids", closed({"tokens": IDS}), closed({"content": TEXT})),
+    "/apply-template": (
+        "The text that a chat becomes",
+        closed({"messages": listed(MESSAGE, 1)}, VARIABLES),
+        closed({"prompt": TEXT}),
+    ),
+}
+STATUS = closed({"status": TEXT})
+GETS: dict[str, tuple[str, Schema]] = {
+    "/v1/models": ("The model that is served", closed({"data": listed(OBJECT)})),
+    "/health": ("Whether the engine runs", STATUS),
+    "/ready": ("Whether every program is compiled", STATUS),
+    "/version": ("The server's version", closed({"version": TEXT})),
+}
+ERROR = closed({"error": closed({"message": TEXT, "type": TEXT})})
+ERRORS = {
+    400: "The request is at fault; the message names the field",
+    401: "No valid API key",
+    403: "Another site's page, or an unknown name of this server",
+    408: "The body came too slowly",
+    413: "The body is too large",
+    429: "Too many requests; see Retry-After",
+    500: "The server's fault",
+    503: "Not now",
+}
+
+
+def _response(text: str, schema: Schema, stream: bool = False) -> Schema:
+    content: Schema = {"application/json": {"schema": schema}}
+    if stream:
+        content["text/event-stream"] = {"schema": TEXT}
+    return {"description": text, "content": content}
+
+
+def _operation(summary: str, answer: Schema, body: Schema | None = None, stream: bool = False) -> Schema:
+    responses = {"200": _response("The answer", answer, stream)}
+    responses |= {str(status): _response(text, ERROR) for status, text in ERRORS.items()}
+    operation: Schema = {"summary": summary, "responses": responses}
+    if body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return operation
+
+
+def description(version: str, *, keys: bool) -> Schema:
+    """The whole description. keys: requests must give one."""
+    paths: Schema = {}
+    for path, (summary, body, answer) in POSTS.items():
+        paths[path] = {"post": _operation(summary, answer, body, stream="stream" in body["properties"])}
+    for path, (summary, answer) in GETS.items():
+        paths[path] = {"get": _operation(summary, answer)}
+    for path in ("/health", "/ready"):
+        paths[path]["get"]["responses"]["503"] = _response("Not so", STATUS)
+    own: Schema = {"openapi": "3.1.0", "info": {"title": "bonsai-jax", "version": version}, "paths": paths}
+    if keys:
+        own["components"] = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+        own["security"] = [{"key": []}]
+    return own

@@ -1,0 +1,129 @@
+"""Protocols without a server: what a stream says is what the whole answer says, however it is cut."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bonsai_jax as bj
+from bonsai_jax.engine.answers import Output, Piece
+from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.protocols.answers import Head, Parser, ServerEvent, Timings, Usage, answer
+from bonsai_jax.protocols.errors import FieldError, RequestError
+from checkpoints import open_checkpoint
+from tests.bonsai_jax.command_line import TINY
+
+TOKENIZER = bj.Tokenizer.from_checkpoint(open_checkpoint(TINY))
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+HEAD = Head("tiny", TOKENIZER, 3)
+
+WRITTEN = {  # what a model writes: its thoughts, and its answer
+    "no thoughts": ("Hello!\n", "", "Hello!\n"),
+    "thoughts": (
+        "<think>\nThey greet.\n\nI greet.\n</think>\n\nHello!\n",
+        "They greet.\n\nI greet.",
+        "Hello!\n",
+    ),
+    "empty thoughts": ("<think>\n\n</think>\n\nHello <b>!", "", "Hello <b>!"),
+    "only thoughts": ("<think>\nThey greet. ", "They greet.", ""),
+    "leading spaces": ("  Hello", "", "  Hello"),
+}
+
+
+def pieces(text: str, cuts: list[int]) -> list[Piece]:
+    places = sorted({0, *(cut % (len(text) + 1) for cut in cuts), len(text)})
+    parts = [text[first:last] for first, last in itertools.pairwise(places)]
+    return [Piece(part, [i], "stop" if i == len(parts) - 1 else None) for i, part in enumerate(parts)]
+
+
+def chunks(events: list[ServerEvent]) -> list[dict]:
+    return [
+        json.loads(event.encode().removeprefix(b"data: ")) for event in events if isinstance(event.data, dict)
+    ]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@given(cuts=st.lists(st.integers(0, 60), max_size=20))
+def test_a_chat_is_the_same_whole_and_in_any_parts(name, cuts):
+    text, thoughts, said = WRITTEN[name]
+    request = openai_chat.request(HI | {"stream": True})
+    whole = answer(request, TOKENIZER, [1], Output(text, [1], "stop", 3))
+    message = openai_chat.whole(request, [whole], HEAD, Usage(3, 1))["choices"][0]["message"]
+    assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, said)
+    stream, parser = openai_chat.Stream(request, HEAD), Parser(request, TOKENIZER, [1], 0)
+    events = stream.begin()
+    for piece in pieces(text, cuts):
+        events += stream.next(parser.next(piece))
+    events += stream.end(Usage(3, 1))
+    assert events[-1].encode() == b"data: [DONE]\n\n"
+    choices = [chunk["choices"][0] for chunk in chunks(events)]
+    deltas = [choice["delta"] for choice in choices]
+    assert "".join(delta.get("content", "") for delta in deltas) == said
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thoughts
+    assert [choice["finish_reason"] for choice in choices][-1] == "stop"
+    assert all(choice["finish_reason"] is None for choice in choices[:-1])
+
+
+def test_a_server_ignores_fields_that_it_does_not_know_and_a_batch_does_not():
+    body = HI | {"service_tier": "auto", "messages": [{"role": "user", "content": "Hi", "cache": 1}]}
+    assert openai_chat.request(body).prompts == [[{"role": "user", "content": "Hi"}]]
+    for unknown in (HI | {"service_tier": "auto"}, {"messages": body["messages"]}):
+        with pytest.raises(FieldError, match=r"(service_tier|messages\[0\]\.cache): not "):
+            openai_chat.request(unknown, strict=True)
+    for name in ("echo", "stream"):
+        with pytest.raises(FieldError, match=f"{name}: True is not supported"):
+            openai_completions.request({"prompt": "a", name: True}, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "body", "message"),
+    [
+        (openai_completions, {"prompt": "a", "max_tokens": 0}, 'max_tokens: is 0, which needs "echo": true'),
+        (openai_completions, {"prompt": "a", "suffix": "b"}, "suffix: 'b' is not supported"),
+        (openai_completions, {"prompt": "a", "stop": ["x"] * 40}, "stop: at most 32 texts of 256 characters"),
+        (openai_completions, {"prompt": "a", "stream_options": {}}, 'stream_options: needs "stream": true'),
+        (
+            openai_chat,
+            HI | {"stream": True, "stream_options": {"include_usage": 1}},
+            "stream_options.include_usage",
+        ),
+        (
+            openai_chat,
+            HI | {"reasoning_effort": "huge"},
+            "reasoning_effort: 'huge' is none of none, minimal,",
+        ),
+        (
+            openai_chat,
+            HI | {"chat_template_kwargs": {"self": 1}},
+            "chat_template_kwargs.self: this variable is",
+        ),
+    ],
+)
+def test_impossible_values_name_the_field(protocol, body, message):
+    with pytest.raises(FieldError) as caught:
+        protocol.request(body)
+    assert str(caught.value).startswith(message) and message.startswith(caught.value.param)
+
+
+def test_effort_is_a_variable_of_the_template():
+    assert openai_chat.request(HI | {"reasoning_effort": "none"}).template == {"enable_thinking": False}
+    own = openai_chat.request(HI | {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}).template
+    assert own == {"enable_thinking": True, "reasoning_effort": "low", "a": 1}
+
+
+def test_timings_count_tokens_that_were_read():
+    request = openai_completions.request({"prompt": "a"})
+    own = answer(request, TOKENIZER, [1], Output("b", [1, 2, 3], "length", 10))
+    usage = Usage(10, 3, 4, Timings(0.5, 0.25))
+    timings = openai_completions.whole(request, [own], HEAD, usage)["timings"]
+    assert timings["cache_n"] == 4 and timings["prompt_n"] == 6 and timings["predicted_n"] == 3
+    assert timings["prompt_per_second"] == pytest.approx(12)
+    assert timings["predicted_per_second"] == pytest.approx(8)  # two tokens after the first
+
+
+def test_an_error_has_openais_form():
+    body = openai_chat.error(RequestError(429, "later", code="queue_full", retry_after_s=1))["error"]
+    assert body == {"message": "later", "type": "rate_limit_error", "param": None, "code": "queue_full"}
+    assert openai_chat.error(FieldError("n", "is odd"))["error"]["code"] == "invalid_request"
