@@ -138,7 +138,7 @@ def _response(
         "created_at": head.created,
         "status": status,
         "model": head.model,
-        "output": [one.whole(status) for one in items],
+        "output": [one.whole(status if one is items[-1] else "completed") for one in items],
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "parallel_tool_calls": request.parallel_calls,

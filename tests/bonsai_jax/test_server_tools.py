@@ -1,5 +1,5 @@
-"""Calls of functions through a server: OpenAI's chat completions and responses, Anthropic's messages, each with
-its own client, whole and streamed. A logits processor has the model write what it should."""
+"""Calls of functions through a server: OpenAI's chat completions and responses, Anthropic's messages, each
+with its own client, whole and streamed. A logits processor has the model write what it should."""
 
 import asyncio
 import json
