@@ -55,22 +55,20 @@ class Answering:
                     answers.append(answer(self.request, tokenizer, one.ids, written, echo))
         return self.protocol.whole(self.request, answers, self._head, self.usage)
 
-    async def events(self) -> AsyncGenerator[ServerEvent]:
-        """The answer's events, as it comes. Raises RequestError before the first of them; later an event
-        tells of it."""
+    async def events(self) -> AsyncGenerator[list[ServerEvent]]:
+        """The answer's events, as it comes; those of a list are sent together. Raises RequestError before the
+        first of them; later an event tells of it."""
         stream = None
         try:
             async with contextlib.aclosing(self._parts()) as parts:
                 async for part in parts:
+                    begin = []
                     if stream is None:  # errors before the first token have a status of their own
                         stream = self.protocol.Stream(self.request, self._head)
-                        for event in stream.begin():
-                            yield event
-                    for event in stream.next(part):
-                        yield event
+                        begin = stream.begin()
+                    yield [*begin, *stream.next(part)]
             assert stream is not None  # every answer has a last part
-            for event in stream.end(self.usage):
-                yield event
+            yield stream.end(self.usage)
         except Exception as error:
             if stream is None:
                 raise
@@ -78,8 +76,7 @@ class Answering:
             if not isinstance(error, RequestError):
                 log.exception("a stream failed")
                 failure = RequestError(500, "the server failed while it wrote this answer")
-            for event in stream.failed(failure):
-                yield event
+            yield stream.failed(failure)
 
     @property
     def _prompt_tokens(self) -> int:

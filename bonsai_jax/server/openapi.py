@@ -157,7 +157,7 @@ ERRORS = {
 def _response(text: str, schema: Schema, stream: bool = False) -> Schema:
     content: Schema = {"application/json": {"schema": schema}}
     if stream:
-        content["text/event-stream"] = {"schema": TEXT}
+        content["text/event-stream"] = {"schema": closed({"data": TEXT})}  # of each event
     return {"description": text, "content": content}
 
 

@@ -56,7 +56,7 @@ async def _left(receive: Receive) -> None:
 class EventStream(Response):
     """Server-sent events. An error before the first event has a status of its own (`errors` writes it)."""
 
-    def __init__(self, events: AsyncGenerator[ServerEvent], errors: Any):
+    def __init__(self, events: AsyncGenerator[list[ServerEvent]], errors: Any):
         self._events, self._errors = events, errors
         super().__init__(
             b"", 200, {"cache-control": "no-cache", "x-accel-buffering": "no"}, "text/event-stream"
@@ -75,8 +75,9 @@ class EventStream(Response):
         waking = asyncio.ensure_future(writer.keep_awake())
         failure = None
         try:
-            async for event in self._events:
-                await writer.write(event.encode())
+            async for events in self._events:
+                if events:
+                    await writer.write(b"".join([event.encode() for event in events]))
         except RequestError as error:
             failure = error
         finally:

@@ -467,8 +467,10 @@ def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
 
     monkeypatch.setattr(running.Runner, "decode", failing)
     options = {"max_new_tokens": MOST, "ignore_eos": True}
+    failed = engine.submit(ids, GREEDY, **options)
     with pytest.raises(RuntimeError, match="while this request was running: the kernel says no"):
-        engine.submit(ids, GREEDY, **options).result(60)
+        failed.result(60)
+    failed.cancel()  # which broke the engine: the request was no longer the scheduler's
     assert_same([engine.submit(ids, GREEDY, **options).result(60).tokens], want)
     assert_all_pages_are_back(engine)
 

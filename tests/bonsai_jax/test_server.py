@@ -14,6 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import bonsai_jax as bj
 from tests.bonsai_jax.command_line import TINY
 from tests.bonsai_jax.serving import GREEDY, HI, Served, serving
+from tests.bonsai_jax.vocabularies import smollm2_path
 
 ONCE = "Once upon a time"
 
@@ -279,3 +280,44 @@ def test_open_webuis_request(server: Served):
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert lines[-1] == "data: [DONE]" and all(line.startswith("data: ") for line in lines)
     assert json.loads(lines[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 3
+
+
+def test_smollm2s_chats_at_once_are_generates(optimized):
+    """A real model, four of whose chats run at the same time."""
+    model = bj.load(str(smollm2_path()), bj.RunConfig(context=128, batch_size=4))
+    questions = ["What is a tree?", "Name a colour.", "What is 2 + 2?", "Say hello."]
+    chats = [[{"role": "user", "content": question}] for question in questions]
+    ids = [model.tokenizer.encode_chat(chat) for chat in chats]
+    expected = bj.generate(model, ids, max_new_tokens=12, sampling=bj.SamplingParams(0.0))
+
+    async def all_answers(url: str) -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+            body = {"max_tokens": 12, "temperature": 0}
+            asked = [http.post("/v1/chat/completions", json={"messages": chat, **body}) for chat in chats]
+            answers = [answer.json() for answer in await asyncio.gather(*asked)]
+        return [answer["choices"][0]["message"]["content"] for answer in answers]
+
+    with serving(model) as served:
+        texts = asyncio.run(all_answers(served.url))
+    assert texts == [output.text for output in expected]
+    assert len(set(texts)) == 4 and all(len(text.split()) > 1 for text in texts)
+
+
+def test_lm_evals_requests(model, server):
+    """local-completions: prompts as ids, each with its continuation, whose score is `bj.score`'s."""
+    context, continuations = model.tokenizer.encode("The sky is"), ([5, 6, 7], [9, 8])
+    prompts = [context + own for own in continuations]
+    body = {"model": "any", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    answer = server.post("/v1/completions", **body, echo=True).json()
+    for choice, own, known in zip(
+        sorted(answer["choices"], key=lambda choice: choice["index"]),
+        continuations,
+        bj.score(model, [context], [list(continuations)])[0],
+        strict=True,
+    ):
+        scores, at = choice["logprobs"], len(context)
+        tokens, top = scores["token_logprobs"][at:-1], scores["top_logprobs"][at:-1]
+        assert len(tokens) == len(own)
+        assert sum(tokens) == pytest.approx(known.logprob, abs=1e-3)
+        greedy = all(token == max(best.values()) for token, best in zip(tokens, top, strict=True))
+        assert greedy == known.is_greedy
