@@ -162,7 +162,7 @@ class Tokenizer(Vocabulary):
     def call_format(self) -> Format | None:
         """The format in which the model writes calls of functions, as its chat template shows; None if it is
         not known, and for gpt-oss."""
-        return None if self.writes_harmony else call_format(self.chat_template)
+        return None if self.writes_harmony else call_format(self.chat_template, self.control_ids)
 
     def known_call_format(self) -> Format:
         """The model's `call_format`. Raises NotImplementedError if there is none."""

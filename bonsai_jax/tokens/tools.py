@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
+READ = {"type": "object", "properties": {}}  # what templates read of parameters
 
 
 def checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -32,10 +33,10 @@ def checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         description, parameters = function.get("description") or "", function.get("parameters")
         if not isinstance(description, str):
             raise ValueError(f"{where}.function.description: expected a text")
-        if parameters is None:
-            parameters = {"type": "object", "properties": {}}
-        if not isinstance(parameters, Mapping):
+        if parameters is not None and not isinstance(parameters, Mapping):
             raise ValueError(f"{where}.function.parameters: expected a JSON schema, which is an object")
+        missing = {key: empty for key, empty in READ.items() if key not in (parameters or {})}
+        parameters = missing | dict(parameters or {})
         own = {"name": name, "description": description, "parameters": parameters}
         more = {key: value for key, value in function.items() if key not in (*own, "strict")}
         out.append({"type": "function", "function": own | more})

@@ -47,7 +47,13 @@ WRITTEN = {
     "granite": '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}]',
     "nemotron": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Rome"}}]</TOOLCALL>',
     "gemma": '<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>',
+    "apriel": '<tool_calls>[{"name": "weather", "arguments": {"city": "Rome"}}]</tool_calls>',
+    "command": '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", '
+    '"parameters": {"city": "Rome"}}]<|END_ACTION|>',
+    "pythonic": '<|tool_call_start|>[weather(city="Rome")]<|tool_call_end|>',
+    "functionary": '<function=weather>{"city": "Rome"}</function>',
 }
+WRITTEN["seed"] = WRITTEN["qwen-xml"].replace("tool_call>", "seed:tool_call>")
 
 
 def joined(events):
@@ -92,7 +98,7 @@ def test_a_thought_and_words_before_a_call(name):
     assert (texts(events, "thought"), texts(events)) == ("Hm. <tool_call>", words and f"\n\n{words}")
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", sorted(WRITTEN.keys() - {"pythonic"}))
 def test_arguments_come_while_they_are_written(name):
     parser, seen = Tags(False, BY_NAME[name], TOOLS), ""
     at = WRITTEN[name].index("Rome") + 3
@@ -140,7 +146,14 @@ SEVERAL = {
     "nemotron": '<TOOLCALL>[{"name": "now", "arguments": {}},'
     '{"name": "weather", "arguments": {"city": "Rome"}}]</TOOLCALL>',
     "gemma": "<|tool_call>call:now{}<tool_call|>" + WRITTEN["gemma"],
+    "apriel": WRITTEN["apriel"].replace("[", '[{"name": "now", "arguments": {}},'),
+    "command": WRITTEN["command"].replace(
+        "[", '[\n  {"tool_call_id": "0", "tool_name": "now", "parameters": {}}, ', 1
+    ),
+    "pythonic": "<|tool_call_start|>[now(), weather(city='Rome')]<|tool_call_end|>",
+    "functionary": "<function=now>{}</function>" + WRITTEN["functionary"],
 }
+SEVERAL["seed"] = SEVERAL["qwen-xml"].replace("tool_call>", "seed:tool_call>")
 
 
 @pytest.mark.parametrize("name", SEVERAL)
@@ -162,6 +175,10 @@ def test_values_of_tags_follow_the_schema():
         )
     )
     assert calls(read("qwen-xml", text)) == [("weather", ANY)]
+    python = "<|tool_call_start|>[note(a=[1, -2.5, True, {'b': \"x\"}], c=None, d=false)]<|tool_call_end|>"
+    assert calls(read("pythonic", python)) == [
+        ("note", {"a": [1, -2.5, True, {"b": "x"}], "c": None, "d": False})
+    ]
     value = '<|"|>'
     assert calls(
         read("gemma", f"<|tool_call>call:note{{a:[1,-2.5,true,{{b:{value}x,}}{value}}}],c:null}}<tool_call|>")
@@ -214,6 +231,16 @@ BROKEN = {
     "minimax": ["<minimax:tool_call>hm", '<minimax:tool_call><invoke name="'],
     "glm": ["<tool_call>a b</tool_call>", "<tool_call>weather", "<tool_call></tool_call>"],
     "granite": ["<|tool_call|>hm", "<|tool_call|>[]"],
+    "pythonic": [
+        "<|tool_call_start|>[]<|tool_call_end|>",
+        "<|tool_call_start|>[f(1)]<|tool_call_end|>",
+        "<|tool_call_start|>[f(x=g)]<|tool_call_end|>",
+        "<|tool_call_start|>[f(x=1e999)]<|tool_call_end|>",
+        f"<|tool_call_start|>{'[' * 5000}<|tool_call_end|>",
+        "<|tool_call_start|>[f(",
+    ],
+    "functionary": ["<function=weather>hm</function>", "<function=a b>{}"],
+    "command": ["<|START_ACTION|>[{}]<|END_ACTION|>"],
     "gemma": ["<|tool_call>hm", "<|tool_call>call:weather", "<|tool_call>call:{}"],
 }
 
@@ -312,13 +339,16 @@ def test_no_trigger_contains_another():
     ("template", "name"),
     [
         ("{{ '<tool_call>\\n{\"name\": ' }}", "hermes"),
-        ("<tool_call>\n<function=example_function_name>", "qwen-xml"),
+        ("<tool_call>\n<function=f>\n<parameter=x>", "qwen-xml"),
         ("<tool_call>{function-name}\n<arg_key>", "glm"),
         ("'<｜tool▁call▁begin｜>' + tool['type'] + '```json'", "deepseek-v3"),
         ("'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek-v3.1"),
         ("[TOOL_CALLS]' + name + '[ARGS]'", "mistral-args"),
         ("[TOOL_CALLS] [", "mistral"),
         ('Respond in the format {"name": function name, "parameters": dictionary', "llama"),
+        ("<function=example>{json}</function>", "functionary"),
+        ("{%- set dsml_token = '｜DSML｜' %}<{{ dsml_token }}function_calls>", "deepseek-v3.2"),
+        ("<seed:tool_call>\n<function=f>\n<parameter=x>", "seed"),
         ("{{ messages }}", None),
         (None, None),
     ],
@@ -326,3 +356,8 @@ def test_no_trigger_contains_another():
 def test_the_template_shows_the_format(template, name):
     format = call_format(template)
     assert (format and format.name) == name
+
+
+def test_the_vocabulary_shows_a_format_that_no_template_does():
+    assert call_format("{{ tools }}", {"<|tool_call_start|>"}).name == "pythonic"
+    assert call_format("<tool_call>", {"<|tool_call_start|>"}).name == "hermes"

@@ -62,10 +62,23 @@ GRANITE = turns(
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}
 {%- endfor %}]{%- endif -%}"""
 )
-NEMOTRON = turns(
-    """{%- if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls -%}
+NEMOTRON_CALLS = """{%- if m.tool_calls %}<TOOLCALL>[{% for c in m.tool_calls -%}
 {"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}
 {%- endfor %}]</TOOLCALL>{%- endif -%}"""
+NEMOTRON = turns(NEMOTRON_CALLS)
+APRIEL = turns(NEMOTRON_CALLS.replace("TOOLCALL", "tool_calls"))
+COMMAND = turns(
+    """{%- if m.tool_calls %}<|START_ACTION|>[{% for c in m.tool_calls -%}
+{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}{{ ', ' if not loop.last }}
+{%- endfor %}]<|END_ACTION|>{%- endif -%}"""
+)
+PYTHONIC = turns(
+    """{%- if m.tool_calls %}<|tool_call_start|>[{% for c in m.tool_calls -%}
+{{ c.function.name }}({% for k, v in c.function.arguments.items() %}{{ k }}={{ v | tojson }}{{ ', ' if not loop.last }}{% endfor %}){{ ', ' if not loop.last }}
+{%- endfor %}]<|tool_call_end|>{%- endif -%}"""
+)
+FUNCTIONARY = turns(
+    "{%- for c in m.tool_calls or [] %}<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>{% endfor -%}"
 )
 # One call at a time, and nothing beside it.
 LLAMA = """{%- for t in tools or [] %}{{ t | tojson(indent=4) }}{% endfor -%}
@@ -166,4 +179,9 @@ TEMPLATES = {
     "deepseek-v3": DEEPSEEK_R1,
     "deepseek-v3.2": DEEPSEEK_V32,
     "gemma": GEMMA,
+    "apriel": APRIEL,
+    "command": COMMAND,
+    "pythonic": PYTHONIC,
+    "functionary": FUNCTIONARY,
+    "seed": QWEN.replace("tool_call>", "seed:tool_call>"),
 }

@@ -1,16 +1,28 @@
 """Calls of functions in the models' own formats: one file for each.
 
-    formats   hermes, llama, mistral, deepseek, qwen, minimax, glm, lists (Granite, Nemotron), gemma
+    formats   hermes, llama, mistral, deepseek, qwen, minimax, glm, gemma, pythonic, functionary, lists
     shared    cursor (text as it comes), json_text, named, parameters and values (tags), grammar
 
 A model's format follows from its chat template (`call_format`). gpt-oss has its own parser, because its calls
 are a kind of message (answer_parser.Harmony).
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
-from bonsai_jax.tokens.calls import deepseek, gemma, glm, hermes, lists, llama, minimax, mistral, qwen
+from bonsai_jax.tokens.calls import (
+    deepseek,
+    functionary,
+    gemma,
+    glm,
+    hermes,
+    lists,
+    llama,
+    minimax,
+    mistral,
+    pythonic,
+    qwen,
+)  # fmt: skip
 from bonsai_jax.tokens.calls.format import Format
 from bonsai_jax.tokens.calls.grammar import Rules
 
@@ -20,24 +32,32 @@ FORMATS = (
     minimax.FORMAT,
     minimax.DEEPSEEK,
     glm.FORMAT,
+    qwen.SEED,
     qwen.FORMAT,
+    functionary.FORMAT,
     deepseek.FORMAT,
     mistral.NAMED,
     mistral.FORMAT,
     lists.GRANITE,
     lists.NEMOTRON,
+    lists.APRIEL,
+    lists.COMMAND,
+    pythonic.FORMAT,
     hermes.FORMAT,
     llama.FORMAT,
 )
 
 
-def call_format(template: str | None) -> Format | None:
-    """The format in which a model with this chat template writes calls; None if it is none that we know."""
+def call_format(template: str | None, tokens: Container[str] = ()) -> Format | None:
+    """The format in which a model with this chat template writes calls; None if it is none that we know.
+
+    tokens  names of control tokens of the vocabulary
+    """
     template = template or ""
     for format in FORMATS:
         if any(sign in template for sign in format.signs):
             return deepseek.FENCED if format is deepseek.FORMAT and "```json" in template else format
-    return None
+    return next((one for one in FORMATS if one.token is not None and one.token in tokens), None)
 
 
 def tool_grammar(

@@ -21,6 +21,7 @@ class Format:
                where the text is no call; the text behind `cursor.good` is then text
     grammar    what a constrained call looks like
     at_start   begins calls too, but only where an answer begins
+    token      a token of the vocabulary that the format is known by, if no sign of any is in the template
     marks      tokens of the format that are control tokens in some vocabularies. They are shown in answers
                (Tokenizer.answer_detokenizer), because calls are found by them
     """
@@ -31,4 +32,5 @@ class Format:
     read: Callable[[Cursor, Tools, str], Steps[None]]
     grammar: Grammar
     at_start: str = ""
+    token: str | None = None
     marks: tuple[str, ...] = ()

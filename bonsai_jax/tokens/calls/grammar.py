@@ -100,6 +100,34 @@ def json_object(before: str, key: str, after: str) -> Call:
     return call
 
 
+def command_object(rules: Rules, name: str, schema: Any) -> str:
+    """Calls of Command R7B, which have numbers."""
+    begin = f'", "tool_name": {json.dumps(name, ensure_ascii=False)}, "parameters": '
+    id = rules.text('{"tool_call_id": "')
+    return f"{id} /[0-9]{{1,3}}/ {rules.text(begin)} {rules.json(schema)} {rules.text('}')}"
+
+
+def python_call(rules: Rules, name: str, schema: Any) -> str:
+    """Python calls with keywords, in the order of the schema; values as in JSON, which _Named reads too."""
+    properties, required = schema.get("properties") or {}, set(schema.get("required", ()))
+    need, more = [], []
+    for key, own in properties.items():
+        value = f"{rules.text(key + '=')} {rules.json(with_definitions(own, schema))}"
+        (need if key in required else more).append(value)
+    return f"{rules.text(name + '(')} {_joined(rules, need, more)} {rules.text(')')}"
+
+
+def _joined(rules: Rules, need: list[str], more: list[str]) -> str:
+    """Members with commas between: all that must be there first, then any of the others."""
+    comma = ' "," " "? '
+    if need:
+        return " ".join([comma.join(need), *(f"({comma}{member})?" for member in more)])
+    names = [rules.add("member", member) for member in more]
+    tails = [" ".join(f"({comma}{name})?" for name in names[i + 1 :]) for i in range(len(names))]
+    options = " | ".join(f"{name} {tail}" for name, tail in zip(names, tails, strict=True))
+    return f"({options})?" if names else ""
+
+
 def name_and_json(before: str, between: str, after: str) -> Call:
     """Calls that are the name and then the arguments."""
 

@@ -16,7 +16,7 @@ from bonsai_jax.tokens.calls.grammar import Grammar, tagged
 from bonsai_jax.tokens.calls.parameters import Style, parameters
 
 
-def invocations(name: str, prefix: str, style: Style, sign: str) -> Format:
+def invocations(name: str, sign: str, prefix: str, style: Style, outer: str) -> Format:
     """The format whose calls are <invoke> tags, with a prefix, within an outer tag."""
     invoke = f'<{prefix}invoke name="'
 
@@ -36,14 +36,14 @@ def invocations(name: str, prefix: str, style: Style, sign: str) -> Format:
                 break
         yield from json_text.close(cursor, close)
 
-    open, close = f"<{sign}>", f"</{sign}>"
+    open, close = f"<{outer}>", f"</{outer}>"
     call = tagged(invoke, '">\n', style, "\n")
     grammar = Grammar(open, "\n", call, "", close)
     return Format(name, (sign,), (open,), read, grammar, marks=(open, close))
 
 
 STYLE = Style(key=('<parameter name="', '">'), value=("", "</parameter>"), end="</invoke>")
-FORMAT = invocations("minimax", "", STYLE, "minimax:tool_call")
+FORMAT = invocations("minimax", "<minimax:tool_call>", "", STYLE, "minimax:tool_call")
 
 DSML = "｜DSML｜"
 DSML_STYLE = Style(
@@ -52,4 +52,4 @@ DSML_STYLE = Style(
     end=f"</{DSML}invoke>",
     attributes=re.compile(r'name="([^"]*)"(?:\s+string="(true|false)")?'),
 )
-DEEPSEEK = invocations("deepseek-v3.2", DSML, DSML_STYLE, f"{DSML}function_calls")
+DEEPSEEK = invocations("deepseek-v3.2", DSML, DSML, DSML_STYLE, f"{DSML}function_calls")

@@ -1,4 +1,4 @@
-"""Qwen3-Coder, Qwen3.5 and Nemotron 3; some models leave <tool_call> out.
+"""Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5; some leave <tool_call> out. Seed-OSS has a tag of its own.
 
 <tool_call>
 <function=weather>
@@ -16,11 +16,12 @@ from bonsai_jax.tokens.calls.grammar import Grammar, tagged
 from bonsai_jax.tokens.calls.parameters import Style, parameters
 
 OPEN, FUNCTION, CLOSE = "<tool_call>", "<function=", "</tool_call>"
+SEED_OPEN, SEED_CLOSE = "<seed:tool_call>", "</seed:tool_call>"
 STYLE = Style(key=("<parameter=", ">"), value=("", "</parameter>"), end="</function>", lines=True)
 
 
 def read(cursor: Cursor, tools: Tools, trigger: str) -> Steps[None]:
-    if trigger == OPEN:
+    if trigger != FUNCTION:
         yield from cursor.spaces()
         yield from cursor.expect(FUNCTION)
     while True:
@@ -34,14 +35,14 @@ def read(cursor: Cursor, tools: Tools, trigger: str) -> Steps[None]:
         if not (yield from cursor.literal(FUNCTION)):
             cursor.at = resume_at
             break
-    yield from json_text.close(cursor, CLOSE)
+    yield from json_text.close(cursor, CLOSE, SEED_CLOSE)
 
 
-FORMAT = Format(
-    name="qwen-xml",
-    signs=("<function=",),
-    triggers=(OPEN, FUNCTION),
-    read=read,
-    grammar=Grammar(OPEN, "", tagged("\n<function=", ">\n", STYLE, f"\n{CLOSE}"), f"\n{OPEN}", ""),
-    marks=(OPEN, CLOSE),
-)
+def format(name: str, sign: str, open: str, close: str) -> Format:
+    call = tagged("\n<function=", ">\n", STYLE, f"\n{close}")
+    grammar = Grammar(open, "", call, f"\n{open}", "")
+    return Format(name, (sign,), (open, FUNCTION), read, grammar, marks=(open, close))
+
+
+FORMAT = format("qwen-xml", "<parameter=", OPEN, CLOSE)
+SEED = format("seed", SEED_OPEN, SEED_OPEN, SEED_CLOSE)
