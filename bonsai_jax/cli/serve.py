@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -47,8 +47,8 @@ class PlaceOptions:
         typer.Option(
             "--cors",
             metavar="ORIGIN",
-            help="The origin of a web page that may use the server, such as https://chat.example; may be "
-            "given several times.",
+            help="The origin of a web page that may use the server, such as https://chat.example, or * for "
+            "all; may be given several times.",
         ),
     ] = None
 
@@ -194,10 +194,14 @@ def command(
         warning = "without --api-key everybody who reaches this address can use the model"
         print(f"warning: --host {place.host}: {warning}", file=sys.stderr)
     import bonsai_jax as bj
+    from bonsai_jax.protocols import fields
 
-    loaded = model.load(config, devices.mesh(data_parallel))
+    how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
+    how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
+    compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
+    loaded = model.load(config, devices.mesh(data_parallel), on_shapes=compile_ahead)
     settings = Settings(
-        name=alias or model.name or "demo",
+        name=alias or loaded.name,
         keys=keys,
         local=place.is_local(),
         origins=tuple(place.cors or ()),
@@ -210,9 +214,6 @@ def command(
         max_body=limits.max_body * MEGABYTE,
         timeout_s=limits.timeout,
     )
-    engine = bj.Engine(
-        loaded, max_batch_size=batch_size or None, pages=pages, logprobs=20, logit_biases=logit_biases,
-        speculate=speculate,
-    )  # fmt: skip
+    engine = bj.Engine(loaded, **how)
     say = functools.partial(print, flush=True)
-    serving.serve(engine, settings, socket, warm=warmup, grace_s=limits.grace, tell=say)
+    serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)

@@ -7,6 +7,8 @@ has it.
 
 from typing import Any
 
+import numpy as np
+
 from bonsai_jax.protocols.answers import Head, ServerEvent, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import (
@@ -30,6 +32,7 @@ KINDS = {  # of errors, by status
     500: "server_error",
     503: "server_error",
 }
+LEAST_LOGPROB = -9999.0
 DONE = ServerEvent("[DONE]")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
 
@@ -69,6 +72,11 @@ def error(error: RequestError) -> dict[str, Any]:
     kind = KINDS.get(error.status, "invalid_request_error")
     code = error.code or ("invalid_request" if error.param is not None else kind)
     return {"error": {"message": str(error), "type": kind, "param": error.param, "code": code}}
+
+
+def numbers(logprobs: Any) -> list[Any]:
+    """Log-probabilities as lists. JSON has no infinity: OpenAI's least number is in its place."""
+    return np.maximum(logprobs, LEAST_LOGPROB).tolist()
 
 
 def frame(head: Head, kind: str, prefix: str) -> dict[str, Any]:

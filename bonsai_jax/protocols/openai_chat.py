@@ -181,7 +181,7 @@ def _logprobs(
         data = tokenizer.token_bytes(id)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-    lists = (scores.token.tolist(), scores.ids.tolist(), scores.top.tolist())
+    lists = (openai.numbers(scores.token), scores.ids.tolist(), openai.numbers(scores.top))
     content = [
         {**token(id, own), "top_logprobs": list(map(token, ids[: request.logprobs], top))}
         for id, own, ids, top in zip(tokens, *lists, strict=True)

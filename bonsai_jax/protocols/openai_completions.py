@@ -133,7 +133,7 @@ class _Text:
             at += len(detokenizer.push(id))
         lists["tokens"] += map(self._token, echo.tokens)
         scores = echo.logprobs
-        lists["token_logprobs"] += [None, *([] if scores is None else scores.token.tolist())]
+        lists["token_logprobs"] += [None, *([] if scores is None else openai.numbers(scores.token))]
         lists["top_logprobs"] += [None, *([] if scores is None else self._top(scores))]
 
     def _add(self, lists: dict[str, list[Any]], tokens: Sequence[int], scores: Logprobs) -> None:
@@ -142,14 +142,14 @@ class _Text:
             lists["text_offset"].append(self._at)
             self._at += len(self._detokenizer.push(id))
         lists["tokens"] += map(self._token, tokens)
-        lists["token_logprobs"] += scores.token.tolist()
+        lists["token_logprobs"] += openai.numbers(scores.token)
         lists["top_logprobs"] += self._top(scores)
 
     def _top(self, scores: Logprobs) -> list[dict[str, float]]:
         """Of tokens with equal texts the likeliest."""
         return [
             {self._token(id): score for id, score in reversed([*zip(ids, top, strict=True)])}
-            for ids, top in zip(scores.ids.tolist(), scores.top.tolist(), strict=True)
+            for ids, top in zip(scores.ids.tolist(), openai.numbers(scores.top), strict=True)
         ]
 
     def _token(self, id: int) -> str:

@@ -14,7 +14,10 @@ from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.protocols.submit import Submission, submissions, submitted
 from bonsai_jax.research.prompt_logprobs import prompt_logprobs
+from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.service import Service
+
+LONGEST_REASON = 200  # characters of the engine's that a client gets
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +99,7 @@ class Answering:
             try:
                 await service.in_thread(self._encode)
                 if self.request.echo:
-                    async with service.reading:
-                        await service.in_thread(self._read_prompts)
+                    await service.read(self._read_prompts)
                 await service.in_thread(self._submit)
                 yield
             except RuntimeError as error:  # the engine's
@@ -112,13 +114,13 @@ class Answering:
         self.service.metrics.prompt_tokens.inc(self._prompt_tokens)
         self._echoes = [None] * len(self._submissions)
 
-    def _read_prompts(self) -> None:
+    def _read_prompts(self, reader: Reader) -> None:
         """In a thread: prompts at the beginning of their answers, with log-probabilities if asked for."""
         request, tokenizer = self.request, self.service.model.tokenizer
         every = [one.ids for one in self._submissions]
         scores: list[Any] = [None] * len(every)
         if request.logprobs is not None:
-            scores = prompt_logprobs(self.service.reader, every, request.logprobs)
+            scores = prompt_logprobs(reader, every, request.logprobs)
         for number, (prompt, ids) in enumerate(zip(request.prompts, every, strict=True)):
             text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
             self._echoes[number] = Echo(text, ids, scores[number])
@@ -186,4 +188,4 @@ def _reason(error: RuntimeError) -> RequestError:
     if isinstance(error.__cause__, ValueError):
         return RequestError(400, str(error))
     log.error("%s", error)
-    return RequestError(500, str(error))
+    return RequestError(500, str(error).partition("\n")[0][:LONGEST_REASON])  # XLA's may have many lines

@@ -7,43 +7,51 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.server.responses import BODIES_FULL, ClientLeft
 from bonsai_jax.server.service import Service
 
 MOST_DEPTH = 100  # of lists and objects within each other
 LARGE = 2**16  # bytes from which a body is parsed in a thread
+BODIES = 16  # times the limit: bytes of all bodies that are arriving
 DISCARDED = 4  # times the limit: what is read of a larger body, so that its sender reads the answer
 
 
 async def json_object(service: Service, request: Request) -> dict[str, Any]:
     """The object in a request's body. Raises RequestError: 413 for too many bytes, 408 where they do not come
-    in time, 400 for what is no JSON object."""
+    in time, 400 for what is no JSON object. Raises ClientLeft."""
     settings = service.settings
     try:
         async with asyncio.timeout(settings.body_s):
-            data = await _bytes(request, settings.max_body)
+            data = await _bytes(service, request)
     except TimeoutError:
         raise RequestError(408, f"the body did not arrive within {settings.body_s:g} s") from None
     except ClientDisconnect:
-        raise RequestError(400, "the client left before its body was complete") from None
+        raise ClientLeft from None
     return await service.in_thread(parsed, data) if len(data) > LARGE else parsed(data)
 
 
-async def _bytes(request: Request, most: int) -> bytes:
-    parts, size = [], 0
+async def _bytes(service: Service, request: Request) -> bytes:
+    most, arriving = service.settings.max_body, bytearray()
     too_large = RequestError(413, f"the body has more than {most} bytes, which this server takes at most")
     if int(request.headers.get("content-length", "0")) > DISCARDED * most:
         raise too_large
-    async for part in request.stream():
-        size += len(part)
-        if size > DISCARDED * most:
-            raise too_large
-        if size <= most:
-            parts.append(part)
-        else:
-            parts.clear()
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > DISCARDED * most:
+                raise too_large
+            if size <= most:
+                arriving += part
+                service.body_bytes += len(part)
+                if service.body_bytes > BODIES * most:
+                    message = "too many large requests are arriving; try later"
+                    raise RequestError(429, message, code=BODIES_FULL, retry_after_s=1)
+    finally:
+        service.body_bytes -= len(arriving)
     if size > most:
         raise too_large
-    return b"".join(parts)
+    return bytes(arriving)
 
 
 def parsed(data: bytes) -> dict[str, Any]:

@@ -57,27 +57,24 @@ class Door:
             try:
                 self._check(scope)
                 await self._app(scope, receive, noting)
-            except RequestError as error:
-                await self._refuse(scope, error, status)(scope, receive, noting)
             except ClientLeft:
                 status = LEFT
-            except Exception:
-                log.exception("%s %s failed (request %s)", scope["method"], scope["path"], id)
-                error = RequestError(500, f"the server failed; its log has the reason (request {id})")
-                await self._refuse(scope, error, status)(scope, receive, noting)
+            except Exception as error:
+                if not isinstance(error, RequestError):
+                    log.exception("%s %r failed (request %s)", scope["method"], scope["path"], id)
+                    error = RequestError(500, f"the server failed; its log has the reason (request {id})")
+                if not status:  # else the answer has begun, and is broken off
+                    protocol = self._protocols.get(scope["path"], self._otherwise)
+                    await error_response(protocol, error)(scope, receive, noting)
         finally:
             self._note(scope, status or LEFT, time.perf_counter() - began, id)
-
-    def _refuse(self, scope: Scope, error: RequestError, status: int) -> ASGIApp:
-        if status:  # the answer has begun: all that is left is to break it off
-            raise ClientLeft
-        return error_response(self._protocols.get(scope["path"], self._otherwise), error)
 
     def _check(self, scope: Scope) -> None:
         """Raises RequestError for a request that may not pass."""
         headers, settings = Headers(scope=scope), self._service.settings
         host, origin = headers.get("host", ""), headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host and origin not in settings.origins:
+        allowed = {origin, "*"} & {*settings.origins}
+        if origin is not None and origin.partition("://")[2] != host and not allowed:
             raise RequestError(403, f"pages of {origin!r} may not use this server; see --cors")
         if settings.local and not self._keys and not _is_local(host):
             raise RequestError(

@@ -15,6 +15,7 @@ from bonsai_jax.protocols.errors import RequestError
 
 STILL_WORKING_S = 15.0  # without an event, before a comment is sent that keeps proxies from giving up
 STALLED_S = 60.0  # that a client may take to read what is sent
+BODIES_FULL = "bodies_full"  # the code of an error
 COMMENT = b": still working\n\n"
 
 
@@ -29,7 +30,7 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
 
 def error_response(protocol: Any, error: RequestError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    if error.status in (408, 413):  # the rest of the body is not read
+    if error.status in (408, 413) or error.code == BODIES_FULL:  # the rest of the body is not read
         headers["connection"] = "close"
     return json_response(protocol.error(error), error.status, headers)
 

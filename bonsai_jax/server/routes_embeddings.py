@@ -17,7 +17,7 @@ from bonsai_jax.server import bodies
 from bonsai_jax.server.responses import json_response, unless_left
 from bonsai_jax.server.service import Service
 
-TEXTS_AT_ONCE = 64  # between two looks whether the client has left
+TEXTS_AT_ONCE = 64  # then other requests come in between, and it matters whether the client has left
 
 
 async def embeddings(service: Service, request: Request) -> Response:
@@ -36,10 +36,8 @@ async def _answer(service: Service, request: Request, asked: EmbeddingRequest) -
         tokens, vectors = sum(map(len, texts)), []
         request.state.usage = lambda: Usage(tokens, 0)
         service.metrics.prompt_tokens.inc(tokens)
-        async with service.reading:
-            for first in range(0, len(texts), TEXTS_AT_ONCE):
-                some = texts[first : first + TEXTS_AT_ONCE]
-                vectors.append(await service.in_thread(embed_ids, service.reader, some, pooling))
+        for first in range(0, len(texts), TEXTS_AT_ONCE):
+            vectors.append(await service.read(embed_ids, texts[first : first + TEXTS_AT_ONCE], pooling))
     body = await service.in_thread(
         openai_embeddings.whole, asked, np.concatenate(vectors), service.settings.name, pooling, tokens
     )

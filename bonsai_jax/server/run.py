@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 import signal
 import socket
 import threading
@@ -56,7 +57,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app(service), http=Connection, ws="none", log_config=None, access_log=False,
             server_header=False, proxy_headers=False,
-            lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=int(grace_s),
+            lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=math.ceil(grace_s),
         )  # fmt: skip
         super().__init__(config)
 
@@ -84,13 +85,13 @@ def serve(
     settings: Settings,
     own: socket.socket,
     *,
-    warm: bool = True,
+    compile: bool = True,
     grace_s: float = 30.0,
     tell: Callable[[str], None] = print,
 ) -> None:
     """Serve an engine's model at a bound socket until SIGTERM or SIGINT.
 
-    warm      compile every program first; requests are taken meanwhile, and wait
+    compile   compile every program at the start; requests are taken meanwhile, and wait
     grace_s   seconds that running requests have to end after the signal
     tell      called with a line when the server answers, and when it is warm
     """
@@ -98,7 +99,7 @@ def serve(
     async def run() -> None:
         service = Service(engine, settings)
         server = Server(service, grace_s)
-        warming = asyncio.ensure_future(_warm(service, warm, tell))
+        warming = asyncio.ensure_future(warm(service, compile, tell))
         try:
             tell(f"serving {settings.name} at {url(own)}")
             await server.serve(sockets=[own])
@@ -109,16 +110,17 @@ def serve(
     asyncio.run(run())
 
 
-async def _warm(service: Service, warm: bool, tell: Callable[[str], None]) -> None:
+async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> None:
+    """Compile every program, if asked to. From then on the server is ready."""
     began = time.perf_counter()
-    if warm:
+    if compile:
         try:
             await service.in_thread(service.engine.warmup)
         except Exception as error:
             log.error("warming up failed: %s", error)
             return
     service.ready = True
-    tell(f"ready after {time.perf_counter() - began:.1f} s" if warm else "ready")
+    tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Concatenate
 
 from bonsai_jax.engine import Engine
 from bonsai_jax.protocols.errors import RequestError
@@ -22,6 +23,7 @@ class Service:
     ready     every program is compiled
     draining  no new request is answered
     answers   running or waiting
+    body_bytes   of bodies that are arriving
     """
 
     def __init__(self, engine: Engine, settings: Settings):
@@ -33,15 +35,28 @@ class Service:
         self.defaults = Defaults(
             engine.most_tokens, settings.sampling, settings.max_new_tokens, settings.template, clip=True
         )
-        # Reads whole texts, for embeddings and echoes, beside the engine: one request at a time, with a cache
-        # that it makes for the first.
-        self.reader, self.reading = Reader(engine.model), asyncio.Lock()
+        self.body_bytes = 0
+        self._reader = Reader(engine.model)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bonsai-jax server")
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="bonsai-jax reader")
 
     async def in_thread[**P, T](self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that takes time without holding up the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    async def read[**P, T](
+        self, function: Callable[Concatenate[Reader, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        """Run a function of a Reader, for embeddings and echoes, beside the engine. In one thread, as the
+        Reader has one cache, which it makes for the first. Raises RequestError after timeout_s."""
+        loop, own = asyncio.get_running_loop(), self._reader
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                return await loop.run_in_executor(self._reading, lambda: function(own, *args, **kwargs))
+        except TimeoutError:
+            message = f"the texts were not read within {self.settings.timeout_s:g} s"
+            raise RequestError(503, message, code="timeout", retry_after_s=10) from None
 
     @contextlib.contextmanager
     def admitted(self, answers: int) -> Iterator[None]:
@@ -71,5 +86,6 @@ class Service:
     def close(self) -> None:
         """Cancel what is running, and free the device's memory."""
         self.engine.close()
-        self.reader.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._reading.shutdown(wait=True, cancel_futures=True)
+        self._reader.close()

@@ -17,7 +17,12 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.engine import runner as running
+from bonsai_jax.protocols import openai_chat
+from bonsai_jax.protocols.answers import ServerEvent
+from bonsai_jax.server import responses
+from bonsai_jax.server import running as running_server
 from bonsai_jax.server.bodies import MOST_DEPTH
+from bonsai_jax.server.run import warm
 from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY
 from tests.bonsai_jax.serving import HI, Served, serving
 
@@ -336,6 +341,113 @@ def test_no_token_can_be_drawn(server):
     bias = {str(token): -100 for token in range(17)}
     answer = server.post(TEXT, prompt="Once", max_tokens=1, logit_bias=bias)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "logit_bias"
+
+
+def test_large_bodies_that_arrive_at_once_are_limited(server):
+    """16 times the largest body. The others wait for their end, which does not come within a second."""
+    address = urllib.parse.urlsplit(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 950000\r\n\r\n"
+    answers = []
+    with contextlib.ExitStack() as sockets:
+        for _ in range(18):
+            own = sockets.enter_context(socket.create_connection((address.hostname, address.port)))
+            own.settimeout(20)
+            with contextlib.suppress(ConnectionError):
+                own.sendall(head + b"x" * 940_000)
+            answers.append(own)
+        lines = [own.makefile("rb").readline() for own in answers]
+    assert {line.split()[1] for line in lines} == {b"408", b"429"}
+    server.idle()
+    assert server.service.body_bytes == 0
+
+
+def slow_prefill(monkeypatch, seconds: float, error: str | None = None) -> None:
+    prefill = running.Runner.prefill
+
+    def slowly(self, *arguments):
+        time.sleep(seconds)
+        if error is not None:
+            raise RuntimeError(error)
+        return prefill(self, *arguments)
+
+    monkeypatch.setattr(running.Runner, "prefill", slowly)
+
+
+def test_a_stream_that_waits_is_kept_open(server, monkeypatch):
+    monkeypatch.setattr(responses, "STILL_WORKING_S", 0.05)
+    slow_prefill(monkeypatch, 0.4)
+    lines = server.post(TEXT, prompt="Once", max_tokens=2, stream=True).text.splitlines()
+    assert lines.count(": still working") >= 3 and lines[-2] == "data: [DONE]"
+
+
+def test_a_client_that_does_not_read_is_given_up(monkeypatch):
+    monkeypatch.setattr(responses, "STALLED_S", 0.05)
+    sent = []
+
+    async def send(message):
+        sent.append(message["type"])
+        if len(sent) > 2:  # the socket's buffer is full
+            await asyncio.Event().wait()
+
+    async def events():
+        while True:
+            yield [ServerEvent("more")]
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    stream = responses.EventStream(events(), openai_chat)
+    with pytest.raises(responses.ClientLeft):
+        asyncio.run(stream({"type": "http"}, receive, send))
+    assert sent == ["http.response.start", "http.response.body", "http.response.body"]
+
+
+def test_an_error_after_a_comment_is_an_event(model, monkeypatch):
+    with serving(model) as served:
+        monkeypatch.setattr(responses, "STILL_WORKING_S", 0.05)
+        slow_prefill(monkeypatch, 0.4, "no device")
+        answer = served.post(TEXT, prompt="Once", max_tokens=2, stream=True)
+    *_, last = [line for line in answer.text.splitlines() if line]
+    assert (
+        answer.status_code == 200
+        and "no device" in json.loads(last.removeprefix("data: "))["error"]["message"]
+    )
+
+
+def test_a_server_is_ready_when_its_programs_are_compiled(model, monkeypatch):
+    with serving(model) as served:
+        service, said = served.service, []
+        service.ready = False
+        assert httpx.get(f"{served.url}/ready").status_code == 503
+        monkeypatch.setattr(bj.Engine, "warmup", lambda self: pytest.fail("cannot"))
+        asyncio.run(warm(service, False, said.append))
+        assert said == ["ready"] and httpx.get(f"{served.url}/ready").status_code == 200
+        service.ready = False
+        monkeypatch.setattr(bj.Engine, "warmup", lambda self: None)
+        asyncio.run(warm(service, True, said.append))
+        assert said[1].startswith("ready after ") and httpx.get(f"{served.url}/ready").status_code == 200
+        service.draining = True
+        assert httpx.get(f"{served.url}/ready").status_code == 503
+        refused = served.post(TEXT, prompt="Once", max_tokens=2)
+        assert refused.status_code == 503 and refused.headers["retry-after"] == "10"
+
+
+def test_what_does_not_end_in_its_time_of_grace_is_broken_off(model, monkeypatch):
+    decode = running.Runner.decode
+
+    def slowly(self, *arguments):
+        time.sleep(0.2)
+        return decode(self, *arguments)
+
+    engine = bj.Engine(model, max_batch_size=2, max_wait_s=0.02)
+    with contextlib.ExitStack() as client, running_server(engine, grace_s=0.5) as served:
+        httpx.post(f"{served.url}{TEXT}", json=LONG | {"max_tokens": 2}, timeout=60)  # compiles
+        monkeypatch.setattr(running.Runner, "decode", slowly)
+        stream = httpx.stream("POST", f"{served.url}{TEXT}", json=LONG | {"stream": True})
+        lines = client.enter_context(stream).iter_lines()
+        next(lines)
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 15
 
 
 @contextlib.contextmanager
