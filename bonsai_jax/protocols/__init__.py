@@ -23,6 +23,7 @@ They share
     openai.py       fields and objects that OpenAI's protocols have in common
     openai_messages.py   the messages of a chat
     tools.py        functions that may be called
+    conversation.py   where the system's messages stand
     submit.py       a Request as arguments of Engine.submit
 
 strict: batch refuses a field that it does not know, because an answer that ignores one would answer another

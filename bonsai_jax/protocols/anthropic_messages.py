@@ -10,6 +10,7 @@ from typing import Any
 
 from bonsai_jax.protocols import anthropic_content, fields, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.tokens.answer_parser import Event
@@ -63,12 +64,11 @@ def prompt(body: Mapping[str, Any]) -> Request:
 
 
 def _request(given: dict[str, Any]) -> Request:
-    first = [{"role": "system", "content": given["system"]}] if given.get("system") else []
     choice, parallel = given.get("tool_choice", ("auto", True))
     return Request(
         path=PATH,
         model=given.get("model"),
-        prompts=[[*first, *given["messages"]]],
+        prompts=[with_system([given.get("system", "")], given["messages"])],
         sampling=fields.sampling(given),
         chat=True,
         template={"enable_thinking": given["thinking"]} if "thinking" in given else {},

@@ -8,6 +8,7 @@ from typing import Any
 
 from bonsai_jax.protocols import fields, openai, responses_input, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
 from bonsai_jax.protocols.request import Request
@@ -17,6 +18,7 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 __all__ = ["PATH", "Stream", "error", "request", "whole"]
 
 PATH = "/v1/responses"
+NOTHING = [{"role": "user", "content": ""}]  # what clients ask to see whether the server is there
 
 
 def _stored(name: str, value: Any) -> None:
@@ -57,7 +59,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
     return Request(
         path=PATH,
         model=given.get("model"),
-        prompts=[responses_input.with_instructions(given.get("instructions"), given["input"])],
+        prompts=[with_system([given.get("instructions", "")], given["input"] or NOTHING)],
         sampling=fields.sampling(given),
         chat=True,
         template=openai.thinking(given.get("reasoning")),

@@ -27,16 +27,6 @@ def messages(name: str, value: Any) -> list[Message]:
     return own
 
 
-def with_instructions(instructions: str | None, own: list[Message]) -> list[Message]:
-    """The messages, and before them one for the system: the instructions, and the messages of the system and
-    of developers that come first. Many templates take only one such message."""
-    first = [] if not instructions else [instructions]
-    while own and own[0]["role"] in ("system", "developer"):
-        first, own = [*first, own[0]["content"]], own[1:]
-    own = own or [{"role": "user", "content": ""}]  # a probe asks nothing
-    return [{"role": "system", "content": "\n\n".join(first)}, *own] if first else own
-
-
 def offered(name: str, value: Any) -> list[tools.Tool]:
     """Functions among the tools."""
 

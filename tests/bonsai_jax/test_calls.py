@@ -204,6 +204,10 @@ def test_values_of_tags_follow_the_schema():
         ("[1]", {}, "[1]"),
         ("a\nb", {}, '"a\\nb"'),
         ("5", {"allOf": [{"type": ["integer", "string"]}, {"type": "string"}]}, '"5"'),
+        ("['a', {'b': True}]", {"type": "array"}, '["a", {"b": true}]'),
+        ("['a']", {"type": "string"}, "\"['a']\""),
+        ("{1, 2}", {}, '"{1, 2}"'),
+        ("[a]", {"type": "array"}, '"[a]"'),
         ("[" * 100_000, {}, json.dumps("[" * 100_000)),
     ],
 )

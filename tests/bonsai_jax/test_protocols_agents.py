@@ -66,6 +66,13 @@ def test_blocks_become_messages():
     ]
 
 
+def test_the_system_speaks_first_and_once():
+    """Many templates refuse it anywhere else."""
+    said = [{"role": "system", "content": "B"}, *HI, {"role": "system", "content": "Look!"}]
+    system = {"role": "system", "content": "A\n\nB"}
+    assert messages({"system": "A", "messages": said}) == [system, *HI, {"role": "user", "content": "Look!"}]
+
+
 HI = [{"role": "user", "content": "Hi"}]
 
 

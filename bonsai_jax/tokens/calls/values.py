@@ -4,11 +4,13 @@
 <parameter=city>3</parameter>      {"type": "string"}     "3"
 """
 
+import ast
 import json
 from collections.abc import Mapping
 from typing import Any
 
 ALL = frozenset(("string", "integer", "number", "boolean", "null", "object", "array"))
+MOST_LITERAL = 1 << 16  # characters that Python's parser is given
 MOST_NESTED = 16  # references and unions within each other
 WORDS = {"true": ("boolean", "true"), "false": ("boolean", "false")}
 WORDS |= {"null": ("null", "null"), "none": ("null", "null")}
@@ -64,13 +66,24 @@ def as_json(text: str, allowed: frozenset[str]) -> str:
     try:
         value = json.loads(bare, parse_constant=_refused)
     except (ValueError, RecursionError):
-        return json.dumps(text, ensure_ascii=False)
+        return _as_literal(bare, allowed) or json.dumps(text, ensure_ascii=False)
     kind = type_name(value)
     if kind == "string" and "string" in allowed and allowed != ALL:
         return json.dumps(text, ensure_ascii=False)
     if kind == "number" and "number" not in allowed and "integer" in allowed and value.is_integer():
         return str(int(value))
     return bare if kind in allowed else json.dumps(text, ensure_ascii=False)
+
+
+def _as_literal(text: str, allowed: frozenset[str]) -> str | None:
+    """JSON of a list or object that is written as Python writes it; None if it is none."""
+    if not text.startswith(("[", "{")) or len(text) > MOST_LITERAL:
+        return None
+    try:
+        value = ast.literal_eval(text)
+        return json.dumps(value, ensure_ascii=False, allow_nan=False) if type_name(value) in allowed else None
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
+        return None
 
 
 def _referenced(reference: str, root: Any) -> Any:
