@@ -1,6 +1,6 @@
 """The seconds that a user waits, from the start of a process on: with nothing compiled, and the second time.
 
-    python benchmarks/start.py -m MODEL [-n 256] [-b 8] [--starts 2] > rows.jsonl
+    python benchmarks/start.py -m MODEL [-n 256] [-b 64] [--starts 2] > rows.jsonl
 
 Each start is a process of its own, which stores programs as the command line does. All share one folder of
 compiled programs, which is empty at the first start and removed at the end; the operating system's page cache
@@ -9,14 +9,15 @@ PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
 
     imported       since the process began, when `import bonsai_jax` and the devices are there
     loaded         the same, when the model is on the device
-    first_piece    the same, at the first piece of `stream`
+    first_piece    the same, at the first piece of `stream`, with one row, as `bonsai-jax generate` has
     silence        the longest time between two pieces after the first
     other_length   `generate` of one prompt and 4 tokens with room for twice as many, after `stream` has ended
-    other_number   `generate` of three prompts and 4 tokens, never called with three before
+    other_number   `generate` of three prompts and 4 tokens, after one prompt, with rows for the batch size
     warmup         `Engine.warmup` for the batch size, after all that
 """
 
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
@@ -45,9 +46,7 @@ def child(
     jax.devices()
     row = {"imported": since()}
     on_shapes = functools.partial(bj.compile_ahead, prompts=PROMPT, max_new_tokens=new)  # as `generate` does
-    model = bj.load(
-        model_name, bj.RunConfig(batch_size=batch_size, cache_dtype=cache_dtype), on_shapes=on_shapes
-    )
+    model = bj.load(model_name, bj.RunConfig(batch_size=1, cache_dtype=cache_dtype), on_shapes=on_shapes)
     row["loaded"] = since()
     times = []
     for _ in bj.stream(model, PROMPT, max_new_tokens=new, ignore_eos=True):
@@ -61,8 +60,10 @@ def child(
         return time.perf_counter() - begin
 
     row["other_length"] = seconds(lambda: next(bj.stream(model, PROMPT, max_new_tokens=2 * new)))
-    row["other_number"] = seconds(lambda: bj.generate(model, [PROMPT] * 3, max_new_tokens=4))
-    with bj.Engine(model) as engine:
+    many = dataclasses.replace(model, run=dataclasses.replace(model.run, batch_size=batch_size))
+    bj.generate(many, PROMPT, max_new_tokens=4)
+    row["other_number"] = seconds(lambda: bj.generate(many, [PROMPT] * 3, max_new_tokens=4))
+    with bj.Engine(many) as engine:
         row["warmup"] = seconds(engine.warmup)
     return row
 
@@ -73,7 +74,7 @@ def main() -> None:
     )
     parser.add_argument("-m", "--model", default="demo")
     parser.add_argument("-n", "--new", type=int, default=256, help="tokens of the stream")
-    parser.add_argument("-b", "--batch-size", type=int, default=8)
+    parser.add_argument("-b", "--batch-size", type=int, default=64)
     parser.add_argument("--cache-dtype", help="of keys and values; default: the library's")
     parser.add_argument("--starts", type=int, default=2)
     parser.add_argument("--commit", help="for a checkout without history")
@@ -87,6 +88,7 @@ def main() -> None:
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": folder}
         environment.pop("JAX_COMPILATION_CACHE_DIR")
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command line does
         environment["PYTHONPYCACHEPREFIX"] = str(Path(folder) / "bytecode")
         if (hub := Path.home() / ".cache" / "huggingface").exists():
             environment.setdefault("HF_HOME", str(hub))

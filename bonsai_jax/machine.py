@@ -3,15 +3,18 @@
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+
+GIB = 2**30
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
@@ -54,6 +57,19 @@ def free_memory() -> int:
         return 1024 * int(kib["MemAvailable:"])
     except (OSError, KeyError):
         return device_memory()
+
+
+def reserve(nbytes: float, devices: Iterable[jax.Device]) -> None:
+    """Have XLA take so much memory of each GPU in one piece, where it takes memory only as it needs it
+    (XLA_PYTHON_CLIENT_PREALLOCATE=false) and does not have that much. Piece by piece it would leave holes, in
+    which a large cache finds no room. Asks for no more than the GPU has."""
+    for device in devices:
+        stats = device.memory_stats() or {}
+        grows_by = stats.get("bytes_limit", 0) - stats.get("pool_bytes", 0)
+        asked = min(math.ceil(nbytes / GIB), grows_by // GIB)  # whole, so that few sizes are compiled
+        if stats.get("largest_free_block_bytes", nbytes) < nbytes and asked > 0:
+            with jax.default_device(device), contextlib.suppress(jax.errors.JaxRuntimeError):
+                jax.jit(lambda: jnp.zeros((asked, GIB), jnp.uint8))().delete()  # noqa: B023 (called at once)
 
 
 def release_memory() -> None:

@@ -142,6 +142,9 @@ def from_checkpoint(
         params, load_plan.config, load_plan.run, tokenizer, checkpoint.source
     )
     on_one_gpu = mesh is None and device.platform() != "cpu"
+    devices = [device.in_use()] if mesh is None else mesh.local_devices
+    rows = run.batch_size or 1  # as many as were asked for
+    memory.reserve(description, dataclasses.replace(load_plan.run, batch_size=rows), where.parts, devices)
     if on_shapes is not None and on_one_gpu:
         on_shapes(model(jax.eval_shape(lambda: network_params.load(load_plan))))
     return model(network_params.load(load_plan, progress, STACKS_AT_ONCE if on_one_gpu else 1))

@@ -172,11 +172,7 @@ def compile_ahead(
     ]
     if not requests:
         return
-    loop = _asked(model.shapes(), requests, how, **options)
-    plan = loop.scheduler.plan()
-    assert plan is not None  # a loop has room for its requests
-    loop.runner.programs.compile(loop.runner.padding(plan.shape, options["logprobs"]))
-    loop.runner.programs.finish_alone()
+    _asked(model.shapes(), requests, how, **options).compile_first()
 
 
 def _taking(pieces: Any) -> Callable[[Any], None]:
@@ -212,7 +208,7 @@ def _asked(
     **options: Any,
 ) -> Loop:
     """A loop that has all these requests, (prompt, sampling, on_piece), and room for them; its decode program
-    is being compiled. how: arguments of Loop.ask; options: of Options."""
+    will be compiled beside its first prefill. how: arguments of Loop.ask; options: of Options."""
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])

@@ -133,7 +133,8 @@ class Step:
     widths      of each layer the inputs of o; (): as many as q is wide
     plain       whether all layers mix tokens by attention that has nothing but what `attention` says
     folded      whether weights are folded (rotation.py)
-    post_norms  whether what a half of a layer adds to its input is normed first
+    post_norms  whether what each half of a layer adds to its input is normed first; then it may do without
+                the norm before
     unknown     names of settings and arrays of the model that no kernel of several phases was written for
     attention   of one query a row
     split       whether layers are split over devices, which add their parts within each

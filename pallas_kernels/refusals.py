@@ -255,7 +255,7 @@ def layer_products(problem: Step) -> str | None:
     assert problem.layers is not None
     from pallas_kernels.step.layer_products_plan import refuses  # only GPUs need it
 
-    rest = {"bits": problem.bits, "rotated": problem.folded}
+    rest = {"bits": problem.bits, "rotated": problem.folded, "post_norms": problem.post_norms}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
     reasons = (
         refuses(problem.rows, width, problem.hidden, problem.ffn, layer, following, **rest)
@@ -299,15 +299,15 @@ def _several_phases(problem: Step) -> str | None:
     """Why not even two phases of a layer can be one launch, or None."""
     if problem.split:
         return "between a layer's phases devices that share weights must add their parts"
-    if problem.post_norms:
-        return "what attention or the feed-forward adds is normed first, which the kernel does not do"
     if problem.unknown:
         return f"the model has {', '.join(problem.unknown)}, which the kernel was not written for"
     return None
 
 
 def _plain(problem: Step) -> str | None:
-    """Why a kernel of all layers does not have their kind, or None."""
+    """Why a kernel with attention of its own does not have this kind of layers, or None."""
+    if problem.post_norms:
+        return "what attention or the feed-forward adds is normed first, which the kernel does not do"
     if not problem.plain or problem.folded:
         return "the kernel has plain attention, without gates, and weights that are not folded"
     return None

@@ -217,3 +217,6 @@ def command(
     engine = bj.Engine(loaded, **how)
     say = functools.partial(print, flush=True)
     serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)
+    if warmup:  # threads that still compile programs for it would hold the process up
+        sys.stderr.flush()
+        os._exit(0)

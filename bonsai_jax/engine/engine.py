@@ -140,12 +140,18 @@ class Engine:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
         progress   True: a bar on stderr; or called with executables compiled so far and in all
+        Raises RuntimeError if the engine is closed meanwhile.
         """
         done, failed = threading.Event(), []
 
+        def counted(programs: int, total: int) -> None:
+            if self._closed:
+                raise RuntimeError(f"the engine was closed with {programs} of {total} programs compiled")
+            update(programs, total)
+
         def work():
             try:
-                self._loop.warmup(update)
+                self._loop.warmup(counted)
             except Exception as error:
                 failed.append(error)
             done.set()

@@ -97,6 +97,7 @@ class Loop:
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
         self._read_at: float | None = None
+        self._beside_prefill: Call | None = None  # of the decode program that `prepare` named
 
     def ask(
         self,
@@ -210,11 +211,26 @@ class Loop:
         return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
-        """Start to compile the decode program for this batch size. Call it before the first prefill, so that
-        both programs are compiled at the same time."""
+        """Have the decode program for this batch size compiled beside that of the first prefill."""
         self.scheduler.compiled.add(rows)
-        asked = self._asked(self.answers)
-        self.runner.programs.compile(self.runner.padding(rows, asked))
+        self._beside_prefill = self.runner.padding(rows, self._asked(self.answers))
+
+    def compile_first(self) -> None:
+        """Begin to compile what the requests run first, for another loop of this process, and take no more
+        calls."""
+        plan = self.scheduler.plan()
+        assert plan is not None  # a loop has room for its requests
+        call = self.runner.padding(plan.shape, self._asked(self.answers))
+        self.runner.programs.compile(call)
+        self._compile_beside(call)
+        self.runner.programs.finish_alone()
+
+    def _compile_beside(self, prefill: Call) -> None:
+        """Begin to compile a prefill, and then the decode program that waits for it."""
+        if self._beside_prefill is not None:
+            self.runner.programs.compile(prefill)
+            self.runner.programs.compile(self._beside_prefill)
+            self._beside_prefill = None
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
@@ -243,7 +259,9 @@ class Loop:
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            drawn = self.runner.dispatch(self.runner.prefill(plan.reads, plan.shape, self._rules, asked))
+            call = self.runner.prefill(plan.reads, plan.shape, self._rules, asked)
+            self._compile_beside(call)
+            drawn = self.runner.dispatch(call)
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, draws, drawn))
         if any(plan.writes):

@@ -25,6 +25,9 @@ MOST = 1024  # programs that a process keeps
 # Those that it has or is making, the oldest first.
 compiled: dict[Hashable, concurrent.futures.Future[jax.stages.Compiled]] = {}
 _LOCK = threading.Lock()
+# Python traces one program at a time: they share the GIL, and so the first is being compiled while the second
+# is traced.
+_TRACING = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +153,8 @@ class Programs:
         arrays = self._model.params, self._pool, *call.placed(self._model.mesh)
         program = None if key is None else stored.load(key, arrays, self._devices())
         if program is None:
-            lowered = call.function.lower(*arrays, *call.static, **call.options)
+            with _TRACING:
+                lowered = call.function.lower(*arrays, *call.static, **call.options)
             if key is None:
                 program = kernels_first.compile(lowered, call.flags)
             else:

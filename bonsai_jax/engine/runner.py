@@ -33,8 +33,8 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights import placement
-from pallas_kernels.device import platform
+from bonsai_jax.weights import memory, placement
+from pallas_kernels.device import in_use, platform
 
 # XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
 # WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
@@ -124,6 +124,10 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
+        if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
+            tokens = options.pages * model.run.page_size
+            needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
+            machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
         pages = self._pool.cache.block_table.shape[1]

@@ -22,7 +22,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import decoder, kinds, rope
+from bonsai_jax.network import decoder, kinds, rope, workspaces
 from bonsai_jax.network.kinds.phases import Mixing, Product
 from bonsai_jax.network.kinds.place import Place
 from bonsai_jax.network.params import Params
@@ -191,8 +191,8 @@ def _mixing(
 
     def start():
         cache = kv.empty(config, model.run, rows, depth + tokens)
-        workspace = decoder.empty_workspace(config, cache, rows) if model.params.step.unrolled else None
-        return _vectors(rows, tokens, phase.width), cache, workspace
+        spaces = workspaces.empty(config, cache, rows) if model.params.step.unrolled else {}
+        return _vectors(rows, tokens, phase.width), cache, spaces.get((settings.kind, number))
 
     state = kv.empty(config, model.run, 1, 1).states[settings.kind][number]
     return Work(

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import kinds, rope
+from bonsai_jax.network import kinds, rope, workspaces
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
@@ -24,7 +24,6 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import STREAM, Taps
 from pallas_kernels import matmul
-from pallas_kernels.attention import empty_workspace as attention_workspace
 
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 
@@ -128,16 +127,18 @@ def decoder(
             return tap[site](x) if site in tap else x
 
         def half_step(half, start, carry):
-            x, cache, workspace = carry
+            x, cache, spaces = carry
             updates: dict[str, Any] = {}
             place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
             place = dataclasses.replace(place, source=cache.source(config, half))
             states = cache.states.get(half.kind)
             state = states and states[place.group]
-            x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
+            at = half.kind, place.group
+            x, state, workspace = kinds.get(half.kind).block(x, place, state, spaces.get(at))
+            spaces = spaces if workspace is None else {**spaces, at: workspace}
             cache = cache.with_state(half.kind, place.group, state) if states else cache
             read.update({_update_name(half.kind, place.group) + name: u for name, u in updates.items()})
-            return x, cache, workspace
+            return x, cache, spaces
 
         x, *rest = carry
         start = carry = through("input", x), *rest
@@ -171,7 +172,7 @@ def decoder(
 
         x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
     elif one_token and params.step.unrolled:
-        carry, each = (x, cache, empty_workspace(config, cache, rows)), []
+        carry, each = (x, cache, workspaces.empty(config, cache, rows)), []
         for number in range(count):
             carry, layer_read = layer_step(carry, number)
             each.append(layer_read)
@@ -180,7 +181,7 @@ def decoder(
     else:
         turns, rest = divmod(count, config.period)
         unroll = max(1, UNROLL // config.period) if params.step.unrolled else 1
-        carry, scanned, each = (x, cache, None), [], []
+        carry, scanned, each = (x, cache, {}), [], []
         # One loop where all layers are tapped alike; where taps name layers, a loop for each run of turns.
         for tapped, run in itertools.groupby(range(turns), tapped_places):
             body, numbers = functools.partial(period, tapped=tapped), list(run)
@@ -206,14 +207,6 @@ def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
     step = sum(half in layer.halves for layer in config.layers[: config.period])
     # As it is where it is the turn: models of one kind of layer have no arithmetic here.
     return turn if (start, step) == (0, 1) else start + step * turn
-
-
-def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array | None:
-    """The workspace of attention's kernel, as large as any layer needs it; None where none does."""
-    groups = zip(config.groups("attention"), cache.states.get("attention", ()), strict=True)
-    stored = ((group, state.k) for group, state in groups if state.k is not None)
-    sizes = (attention_workspace(rows, group.settings.num_heads, k) for group, k in stored)
-    return max(sizes, key=lambda workspace: workspace.size, default=None)
 
 
 def _by_layer(

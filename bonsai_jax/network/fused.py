@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.network import kinds
+from bonsai_jax.network import kinds, workspaces
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import Place, joined_product
 from bonsai_jax.network.params import Params
@@ -70,13 +70,14 @@ def layer_products(
 ) -> tuple[Float[Array, "B 1 H"], KVCache]:
     """x after all layers of a decode step, by two kernels each: what mixes tokens, and all products up to the
     next layer's; and the cache."""
-    from pallas_kernels.step import layer_products as kernels  # only GPUs need it
-    from pallas_kernels.step.layer_products import OfLayer
+    from pallas_kernels.step import layer_products_stacks as kernels  # only GPUs need it
+    from pallas_kernels.step.layer_products import workspace_words
+    from pallas_kernels.step.layer_products_stacks import OfLayer
 
     rows, (channels,) = x.shape[0], params.layers["mlp"]
-    feed_forward = channels.gate, channels.up, channels.down
-    workspace = empty_workspace(rows, config.attention.num_heads, cache.states["attention"][0].k)
-    words = jnp.zeros(kernels.workspace_words(rows, config.hidden, config.mlp.ffn), jnp.int32)
+    feed_forward, normed_after = (channels.gate, channels.up, channels.down), channels.post_norm is not None
+    spaces = workspaces.empty(config, cache, rows)
+    words = jnp.zeros(workspace_words(rows, config.hidden, config.mlp.ffn), jnp.int32)
 
     def parts(place: Place) -> tuple[OfLayer, OfLayer, OfLayer]:
         """A mixer's norm, what makes its inputs, and its output."""
@@ -89,15 +90,22 @@ def layer_products(
     groups = {(place.settings.kind, place.group): place for place in places}
     _, inputs, outputs = zip(*(parts(place) for place in groups.values()), strict=True)
     rounded = kernels.rounded_vectors(
-        [part.stack for part in outputs], feed_forward, [part.stack for part in inputs], rows
+        [part.stack for part in outputs], feed_forward, [part.stack for part in inputs], rows, normed_after
     )
     norm, first, _ = parts(places[0])
     made = joined_product(x, (first.stack,), places[0], norm.stack)
     for number, place in enumerate(places):
-        kind, group = place.settings.kind, place.group
-        y, state, workspace = kinds.get(kind).mix(made, x, place, cache.states[kind][group], workspace)
+        at = kind, group = place.settings.kind, place.group
+        y, state, workspace = kinds.get(kind).mix(made, x, place, cache.states[kind][group], spaces.get(at))
         cache = cache.with_state(kind, group, state)
-        index = place_index(place_of(number, config.mlp))
+        spaces = spaces if workspace is None else {**spaces, at: workspace}
+        index, post_norms, scale = place_index(place_of(number, config.mlp)), None, None
+        if (output := config.layers[number].output) is not None:
+            after = place_of(number, output)
+            scale = OfLayer(after.weights.scale, place_index(after))
+        if normed_after:  # both: problems.Step
+            after_mixer = OfLayer(place.weights.post_norm, place_index(place))
+            post_norms = after_mixer, OfLayer(channels.post_norm, index)
         following = parts(places[number + 1])[:2] if number + 1 < len(places) else None
         x, made, words = kernels.run(
             y[:, 0],
@@ -115,6 +123,8 @@ def layer_products(
             config.rms_norm_eps,
             rounded,
             config.mlp.activation,
+            post_norms,
+            scale,
         )
         x, made = x[:, None], None if made is None else made[:, None]
     return x, cache

@@ -12,6 +12,7 @@ refusals of pallas_kernels.
 import dataclasses
 from typing import Any
 
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds
 from bonsai_jax.weights.records import LoadPlan
 from pallas_kernels import device, problems, selection
@@ -52,7 +53,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         for array in kinds.get(kind).PRODUCTS or ()
     ]
     channels = {layer.channels for layer in config.layers}
-    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS for kind in config.kinds)
+    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS is not None for kind in config.kinds)
     joined = joined and all(key in stacks for key in used)
     members = [member for key in used if joined for member in stacks[key].members]
     matrices = [piece.matrix for key in used if joined for piece in stacks[key].pieces]
@@ -73,7 +74,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
 
     layers = tuple(tuple(layer_products(n)) for n in range(config.num_layers if joined else 0))
     decode, _ = config.attention.problems(run)
-    experts, only = config.experts, config.layers[0].channels
+    experts, only, mixed = config.experts, config.layers[0].channels, _mixed(config)
     return problems.Step(
         device.platform(),
         1,
@@ -85,9 +86,12 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=plan.placement.axis is not None,
         widths=tuple(mixer.output_width for layer in config.layers for mixer in layer.mixers),
-        plain=len({layer.mixer for layer in config.layers}) == 1 and config.attention.plain,
+        plain=len({(layer.mixer, layer.output) for layer in config.layers}) == 1
+        and config.layers[0].output is None
+        and config.attention.plain
+        and not any((vector.kind, vector.array) in mixed for vector in plan.vectors),
         folded=folded,
-        post_norms=any(vector.array == "post_norm" for vector in plan.vectors),
+        post_norms=bool(_normed(plan, "post_norm")),
         unknown=_unknown(plan),
     )
 
@@ -97,13 +101,15 @@ MODEL = {
     "architecture", "hidden", "vocab_size", "context_length", "rms_norm_eps", "layers", "embedding_scale",
     "logit_scale", "logit_softcap", "skipped", "draft",
 }  # fmt: skip
-LAYER = {"mixer", "channels"}
+LAYER = {"mixer", "channels", "output"}
 
 
 def _unknown(plan: LoadPlan) -> tuple[str, ...]:
     """Settings and arrays of a model that no fused launch was written for. Those of layers: kinds' FUSED."""
-    config, fused = plan.config, [kind for kind in plan.config.kinds if kinds.get(kind).PRODUCTS]
+    config, fused = plan.config, [k for k in plan.config.kinds if kinds.get(k).PRODUCTS is not None]
     known = {kind: {*kinds.get(kind).PRODUCTS, *kinds.get(kind).FUSED} for kind in fused}
+    for kind, name in _mixed(config):
+        known[kind].add(name)
     names = _set_beside(config, MODEL)
     for layer in dict.fromkeys(config.layers):
         names += _set_beside(layer, LAYER)
@@ -115,9 +121,24 @@ def _unknown(plan: LoadPlan) -> tuple[str, ...]:
         ]
     arrays = [(one.kind, one.group, one.array) for one in (*plan.stacks, *plan.vectors)]
     names += [array for kind, _, array in arrays if kind in known and array not in known[kind]]
-    groups = [(kind, group) for kind in fused for group in range(len(config.groups(kind)))]
-    names += ["no norm" for group in groups if (*group, "norm") not in arrays]
+    halves = [kind for kind in fused if kinds.get(kind).PRODUCTS]
+    groups = {(kind, group) for kind in halves for group in range(len(config.groups(kind)))}
+    before, after = _normed(plan, "norm") & groups, _normed(plan, "post_norm") & groups
+    names += ["no norm"] * (before | after != groups)
+    names += ["norms after some halves alone"] * (bool(after) and after != groups)
+    names += ["scaled outputs of layers"] * (not after and any(layer.output for layer in config.layers))
     return tuple(dict.fromkeys(names))
+
+
+def _mixed(config: ModelConfig) -> set[tuple[str, str]]:
+    """(kind, setting or array) that what mixes tokens takes notice of between its products (kinds' MIXED)."""
+    mixers = {half.kind for layer in config.layers for half in layer.mixers}
+    return {(kind, name) for kind in mixers if kinds.get(kind).PRODUCTS for name in kinds.get(kind).MIXED}
+
+
+def _normed(plan: LoadPlan, array: str) -> set[tuple[str | None, int]]:
+    """The kinds and groups that have a norm of this name."""
+    return {(vector.kind, vector.group) for vector in plan.vectors if vector.array == array}
 
 
 def _set_beside(settings: Any, known: set[str]) -> list[str]:

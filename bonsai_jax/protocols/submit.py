@@ -156,5 +156,5 @@ def submitted(engine: Engine, request: Request, one: Submission) -> Handle | Non
     try:
         return engine.submit(one.ids, **one.options)
     except ValueError as error:
-        where = "logit_bias" if "logit_bias" in str(error) else request.where
-        raise FieldError(where, str(error)) from None
+        named = (name for name in ("logit_bias", "logprobs") if name in str(error))
+        raise FieldError(next(named, request.where), str(error)) from None

@@ -51,7 +51,10 @@ class Door:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(raw=message["headers"])["x-request-id"] = id
-            await send(message)
+            try:
+                await send(message)
+            except Exception as error:  # uvicorn has answered itself: the end of the body was no HTTP
+                raise ClientLeft from error
 
         try:
             try:

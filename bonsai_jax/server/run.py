@@ -61,6 +61,14 @@ class Server(uvicorn.Server):
         )  # fmt: skip
         super().__init__(config)
 
+    async def begun(self, own: socket.socket) -> asyncio.Future[None]:
+        """Serve at this socket. Returns once requests, and signals, are taken; the future ends with the
+        server."""
+        serving = asyncio.ensure_future(self.serve(sockets=[own]))
+        while not (self.started or serving.done()):
+            await asyncio.sleep(0.005)
+        return serving
+
     def end(self) -> None:
         """Answer what is running, and take no more."""
         self.force_exit = self.should_exit
@@ -97,12 +105,13 @@ def serve(
     """
 
     async def run() -> None:
-        service = Service(engine, settings)
+        service, place = Service(engine, settings), url(own)
         server = Server(service, grace_s)
+        serving = await server.begun(own)
+        tell(f"serving {settings.name} at {place}")
         warming = asyncio.ensure_future(warm(service, compile, tell))
         try:
-            tell(f"serving {settings.name} at {url(own)}")
-            await server.serve(sockets=[own])
+            await serving
         finally:
             warming.cancel()
             await asyncio.gather(warming, return_exceptions=True)
@@ -117,7 +126,8 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
         try:
             await service.in_thread(service.engine.warmup)
         except Exception as error:
-            log.error("warming up failed: %s", error)
+            if not service.draining:
+                log.error("warming up failed: %s", error)
             return
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
@@ -149,9 +159,7 @@ def running(
     place, started = url(own), threading.Event()
 
     async def run() -> None:
-        serving = asyncio.ensure_future(server.serve(sockets=[own]))
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.005)
+        serving = await server.begun(own)
         started.set()
         await serving
 

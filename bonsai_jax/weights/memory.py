@@ -5,6 +5,7 @@ import collections
 import dataclasses
 import itertools
 import math
+from collections.abc import Iterable
 
 import jax
 
@@ -197,13 +198,26 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     )
 
 
+BESIDE = 2**30  # bytes for what programs need beside weights and cache
+
+
+def reserve(description: Description, run: RunConfig, parts: int, devices: Iterable[jax.Device]) -> None:
+    """Take the memory for weights, cache and scratch in one piece (machine.reserve). Arguments as for
+    `check`."""
+    machine.reserve(sum(_share(description, run, parts)) + BESIDE, devices)
+
+
+def pool_bytes(config: ModelConfig, run: RunConfig, rows: int, tokens: int) -> int:
+    """Bytes of a cache with these rows and this many tokens of room in all, and of what rows know."""
+    pages = -(-tokens // run.page_size) * run.page_size
+    # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
+    return pages * bytes_per_token(config, run) + rows * (bytes_per_row(config, run) + 5 * config.vocab_size)
+
+
 def check_cache(config: ModelConfig, run: RunConfig, rows: int, tokens: int, asked: str) -> None:
     """Raise MemoryError when a cache of these rows and this many tokens of room in all exceeds a device's
     memory, before anything is allocated. asked: what the user gave, for the message."""
-    pages = -(-tokens // run.page_size) * run.page_size
-    nbytes, limit = pages * bytes_per_token(config, run), machine.device_memory()
-    # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
-    nbytes += rows * (bytes_per_row(config, run) + 5 * config.vocab_size)
+    nbytes, limit = pool_bytes(config, run, rows, tokens), machine.device_memory()
     if nbytes > limit:
         raise MemoryError(
             f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"

@@ -12,129 +12,38 @@ them, and 8 are passed on in 16 bytes. Otherwise, and where weights are folded a
 itself, they travel as float32 with 22 bits of mantissa. The residual stream stays exact with the block that
 adds to it, which has the same outputs of o and of down.
 
+Where norms follow o and down, x + norm(y) needs all of y. Every block reads y, so each makes the sum for
+itself before it rounds it (activations_summed.py, layer_products_stream.py):
+
+    mixed -> [o] -> y -> [x + norm(y) = x', norm, gate, up, activation] -> [down] -> z
+                                         -> [x' + norm(z), norm, next q, k, v]
+
+x' stays in each block's shared memory; the first block stores what the next launch begins with.
+
 All blocks must run at once.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, formats
+from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_words
+from pallas_kernels.matmul.int_mma.activations_summed import PostNorm
 from pallas_kernels.matmul.int_mma.decode_block import Block, scratch
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
-from pallas_kernels.qtensor import LayerStack, QTensor, leaves
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words
+from pallas_kernels.step.layer_products_stream import ResidualStream, meet_if_idle, with_idle_blocks
 from pallas_kernels.tiles import TILE_ROWS
-
-
-class OfLayer(NamedTuple):
-    """A weight of a layer, or gamma of a norm: the stack and the index into it."""
-
-    stack: Any
-    index: int
-
-    @property
-    def gamma(self) -> jax.Array:
-        return self.stack[self.index : self.index + 1]
-
-    def pieces(self) -> list[QTensor]:
-        """The layer's matrices, rows below rows, each a stack of one: XLA makes an offset of that slice."""
-        part, index = self.stack.where[self.index]
-        return [piece[index : index + 1] for piece in leaves(self.stack.parts[part])]
-
-
-def run(
-    mixed: jax.Array,
-    x: jax.Array,
-    o: OfLayer,
-    ffn: tuple[OfLayer, OfLayer, OfLayer, OfLayer],
-    following: tuple[OfLayer, OfLayer] | None,
-    layer: int,
-    workspace: jax.Array,
-    eps: float,
-    rounded: tuple[bool, bool, bool],
-    activation: Activation = SILU,
-) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """`layer_products` of a model's stacks.
-
-    ffn        its norm, gate, up and down
-    following  the next layer's norm, and q, k and v or what a delta net has in their place; None behind the
-               last layer
-    rounded    `rounded_vectors` of the model
-    Returns x and what the following product gives, or None, and the workspace.
-    """
-    norm, gate, up, down = ffn
-    stacks, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
-    if following is not None:
-        stacks.append(following[1:])
-        gammas.append(following[0].gamma)
-    pieces = [list(zip(*(weight.pieces() for weight in phase), strict=True)) for phase in stacks]
-    kernel = functools.partial(
-        layer_products,
-        formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
-        eps=eps,
-        bits=pieces[0][0][0].products.activation_bits,
-        rounded=rounded,
-        activation=activation,
-    )
-    weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
-    rotations = tuple(parts[0][0].rotation for parts in pieces)
-    number = jnp.asarray(layer, jnp.int32).reshape(1)
-    x, made, workspace = jax.custom_batching.sequential_vmap(kernel)(
-        mixed, x, weights, tuple(gammas), number, workspace, rotations
-    )
-    return x, None if following is None else made[:, : following[1].stack.shape[0]], workspace
-
-
-def rounded_vectors(
-    outputs: Sequence[LayerStack],
-    ffn: tuple[LayerStack, LayerStack, LayerStack],
-    inputs: Sequence[LayerStack],
-    rows: int,
-) -> tuple[bool, bool, bool]:
-    """Which of the vectors that go from block to block are passed on as integers: what o, gate and up, and
-    down make. In all layers or in none, since a tag tells a layer from the two before only.
-
-    outputs  of each kind of mixer, attention or delta net, all of the model's o
-    ffn      gate, up and down
-    inputs   of each kind q, k and v, or what a delta net has in their place
-    """
-    gate, up, down = ffn
-    return (
-        _is_rounded(outputs, (gate, up), rows),
-        _is_rounded((gate,), (down,), rows),
-        _is_rounded((down,), inputs, rows),
-    )
-
-
-def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
-    """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
-    what follows have the same groups."""
-    tiles = [-(-maker.shape[0] // TILE_ROWS) for maker in makers]
-    block_tiles = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
-    groups = [
-        {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
-        for user in users
-        for part in user.parts
-    ]
-    return (
-        rows == 1
-        and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
-        and all(n % 2 == 0 for n in (*tiles, *block_tiles))
-        and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
-        and all(len(part_groups) == 1 for part_groups in groups)
-    )
 
 
 def workspace_words(rows: int, hidden: int, ffn: int) -> int:
@@ -151,6 +60,8 @@ def layer_products(
     layer: jax.Array,
     workspace: jax.Array,
     rotations: tuple[Rotation | None, ...] | None = None,
+    post_norms: tuple[jax.Array, jax.Array] | None = None,
+    scale: jax.Array | None = None,
     *,
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
@@ -159,7 +70,7 @@ def layer_products(
     activation: Activation = SILU,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """x <- x + W_o attended;  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x);  and of the
-    next layer W_qkv norm(x), where there is one.
+    next layer W_qkv norm(x), where there is one. With post norms, the norm of each product is added.
 
     attended   float32 [rows, K of o]
     x          float32 [rows, hidden]
@@ -169,6 +80,8 @@ def layer_products(
     layer      int32 [1]: another one, modulo 3, than in the launch before with this workspace
     workspace  int32 [workspace_words], zeros before the first launch
     rotations  of the inputs of each, all or none; None for none
+    post_norms  of what o and down make, float32 [1, hidden] each; None for none. Not with rotations
+    scale      float32 [1, 1]: with post norms x is multiplied by it in the end; None for 1
     formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
     rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
@@ -178,7 +91,7 @@ def layer_products(
     phases = [Phase(*phase) for phase in zip(weights, formats_of, strict=True)]
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
-    planned = plan(phases, rows, bits, eps, rotated, activation)
+    planned = plan(phases, rows, bits, eps, rotated, activation, post_norms is not None)
     if planned is None:
         raise NotImplementedError(
             f"layer_products: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
@@ -193,10 +106,17 @@ def layer_products(
     smem = scratch(products)
     if rotated:
         smem["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
+    if post_norms is not None:
+        assert not rotated and not rounded[0] and not rounded[2]
+        smem["stream_smem"] = plgpu.SMEM((rows * hidden,), jnp.float32)
+        smem["post_squares_smem"] = plgpu.SMEM((rows * warps,), jnp.float32)
+        if len(products) == 3:
+            results["z_gmem"] = jax.ShapeDtypeStruct((rows, hidden), jnp.float32)
     out = launch(
         functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
+            "post_norm_gmem": post_norms, "scale_gmem": scale,
             "flips_gmem": tuple(r and r.flips for r in rotations), "layer_gmem": layer, "workspace": ref,
         },
         results,
@@ -205,14 +125,19 @@ def layer_products(
         threads=32 * warps,
         scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **smem},
     )  # fmt: skip
-    x, qkv = out if len(products) == 4 else (out, None)
-    return x, qkv, jax.freeze(ref)
+    if len(products) == 4:
+        return *out, jax.freeze(ref)
+    if post_norms is not None:  # nobody reads all of what the last down makes
+        x, z = out
+        out = x + rms_norm(z, post_norms[1][0], eps)
+        out = out if scale is None else out * scale
+    return out, None, jax.freeze(ref)
 
 
 def _body(
     planned: Planned, rounded: tuple[bool, ...], rotations: list, *, weight_gmem, attended_gmem, x_gmem,
-    norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, rotated_smem=None,
-    **refs,
+    norm_gmem, post_norm_gmem, scale_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem,
+    qkv_gmem=None, z_gmem=None, rotated_smem=None, stream_smem=None, post_squares_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
     products = planned.products
@@ -252,18 +177,28 @@ def _body(
             exchanges[vector].send_four(n // 2, [*words, memory.tagged(squares, tag_of_layer)])
 
     def store(number: int, y, row, n, gamma):
-        if number in (0, 2):
+        if number in (0, 2) and post_norm_gmem is None:
             memory.store(y, x_out_gmem, row, n)
         if number == 3:
             memory.store(y, qkv_gmem, row, n)
         elif number + 1 < len(products):
             send(y, number, row, n, gamma)
+        elif z_gmem is not None:
+            memory.store(y, z_gmem, row, n)
 
     residuals = {
         0: functools.partial(memory.load, x_gmem),
         # Of this block's own threads, past a cache that is not kept up to date.
         2: lambda row, n: memory.load_written_by_others(x_out_gmem, row * hidden + n),
     }
+    post_norms: dict[int, PostNorm] = {}
+    if post_norm_gmem is not None:
+        stream = ResidualStream(
+            post_norm_gmem, scale_gmem, x_gmem, x_out_gmem, stream_smem, post_squares_smem, hidden,
+            following=len(products) == 4,
+        )  # fmt: skip
+        residuals, post_norms = {}, {1: stream.after_o, 3: stream.after_down}
+        shares[1] = with_idle_blocks(shares[1])
 
     def gamma_of(number: int, row, n):
         return memory.load(norm_gmem[number], 0, n)
@@ -289,7 +224,8 @@ def _body(
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), prefetch=gammas.get(number),
-                rounded=number > 0 and rounded[number - 1], rotation=rotating[number], **refs,
+                rounded=number > 0 and rounded[number - 1], rotation=rotating[number],
+                post_norm=post_norms.get(number), **refs,
             )
             for share in shares[number]
         ]
@@ -302,7 +238,10 @@ def _body(
         for block in parts:
 
             def run(block=block, state=state, number=number):
-                return block.run(block.load() if number else loaded, ring, state, number)
+                state = block.run(block.load() if number else loaded, ring, state, number)
+                if number == 1 and post_norms:
+                    meet_if_idle(block.share)
+                return state
 
             state = lanes.choose(block.share.has_tiles, run, state)
     memory.wait_copies(0)

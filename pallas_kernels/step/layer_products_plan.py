@@ -13,6 +13,7 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
+from pallas_kernels.matmul.int_mma.activations_summed import MOST_STEPS
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
 from pallas_kernels.tiles import TILE_COLUMNS
@@ -43,10 +44,10 @@ class Planned(NamedTuple):
 
 def plan(
     phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False,
-    activation: Activation = SILU,
+    activation: Activation = SILU, post_norms: bool = False,
 ) -> Planned | None:  # fmt: skip
     """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
-    rotate activations.
+    rotate activations. post_norms: norms follow o and down, and each block has the residual stream.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns, weighted by bytes; of equals the largest."""
@@ -68,6 +69,11 @@ def plan(
             for phase, parts in zip(phases, placed, strict=True)
         ]
         taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]
+        if post_norms:
+            hidden = phases[1].columns
+            if rows * -(-hidden // TILE_COLUMNS // warps) > MOST_STEPS:
+                continue
+            taken += [4 * rows * hidden, 4 * rows * warps]
         left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depth = min(DEPTH, left // (warps * slot_bytes))
@@ -97,15 +103,19 @@ def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
 
 
 def refuses(
-    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False
-) -> str | None:
+    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False,
+    post_norms: bool = False,
+) -> str | None:  # fmt: skip
     """Why a layer's products cannot be one launch on the default device, or None.
 
     width             inputs of o
     layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
                       the next, or None
     rotated           whether weights are folded
+    post_norms        whether norms follow o and down
     """
+    if rotated and post_norms:
+        return "norms follow a layer's halves, which blocks that rotate activations do not have"
     phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
     if following is not None:
         phases.append(phase_of(following[0], hidden))
@@ -115,8 +125,9 @@ def refuses(
         for format in phase.formats:
             if not int_decode.rotates(format, phase.columns, rows):
                 return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
-    if plan(phases, rows, bits, 0.0, rotated) is None:
-        return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
+    if plan(phases, rows, bits, 0.0, rotated, post_norms=post_norms) is None:
+        stream = f" and {rows} of the residual stream" * post_norms
+        return f"integers of {rows} rows of {ffn} activations{stream} leave no room for weights on their way"
     return None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import architectures, schedules
+from bonsai_jax.network import architectures, schedules, workspaces
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import memory
@@ -108,16 +108,29 @@ def test_each_layer_has_its_window_and_its_rope():
     assert {layer.mixer.softcap for layer in config.layers} == {50.0} and config.logit_softcap == 30.0
 
 
-def test_on_a_gpu_kernels_attend_and_no_step_is_fused(monkeypatch):
-    """Windows and softcaps run in kernels; norms after both halves are in no fused launch."""
+def test_on_a_gpu_kernels_attend_and_one_launch_has_all_products_of_a_layer(monkeypatch):
+    """Windows and softcaps are attention's own; only this launch has norms after both halves."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     for name in NAMES:
         description = architectures.describe(open_checkpoint(f"synth:{name}:q4_k"))
         run = load_plans.resolve(description, bj.RunConfig(weights="packed", cache_dtype="float16"))
         step = schedules.step_plan(load_plans.planned(description, run))
-        assert {step.schedule(rows) for rows in (1, 2, 8, 16, 64)} == {"launches"} and step.unrolled
+        assert {step.schedule(rows) for rows in (1, 2)} == {"layer_products"} and step.unrolled
+        assert {step.schedule(rows) for rows in (3, 8, 16, 64)} == {"launches"}
         for group in description.config.groups("attention"):
             assert group.settings.kernels(run) == ("decode", "prefill_sm90")
+
+
+def test_each_group_of_layers_has_a_workspace_of_its_own():
+    """A layer's words have its index in the group as a tag, modulo 3. A layer of another group just before
+    it may have the same."""
+    model = tiny("tiny-gemma3")
+    indices = [model.config.position(number, layer.mixer) for number, layer in enumerate(model.config.layers)]
+    assert indices == [(0, 0), (0, 1), (1, 0), (0, 2), (0, 3)]
+    cache = kv.empty(model.config, model.run, rows=2, context=64)
+    spaces = workspaces.empty(model.config, cache, rows=2)
+    assert list(spaces) == [("attention", 0), ("attention", 1)]
+    assert not any(map(np.any, spaces.values()))
 
 
 def test_the_largest_models_have_a_scale_of_their_own():

@@ -22,7 +22,7 @@ from bonsai_jax.weights import memory
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor
-from pallas_kernels import device
+from pallas_kernels import device, selection
 from pallas_kernels.activations import Activation
 from tests.agreement import agreement, padded_logits
 from tests.bonsai_jax.test_gemma3 import table_gelu, with_activation
@@ -254,6 +254,28 @@ def test_quantized_files_and_kernels_of_cpus_are_the_same_model(name, format):
     )
     got, want = (bj.logits(model, ids) for model in (kernels, exact))
     np.testing.assert_allclose(got, want, atol=2e-3)
+
+
+def test_on_a_gpu_one_launch_has_all_products_of_a_dense_layer(monkeypatch):
+    """Its scale as well; attention has what else differs from other models'. Experts, and vectors of a token
+    for each layer, are refused."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    widths = {"embedding_length": 256, "feed_forward_length": 256, "attention.head_count": 8}
+    reasons = {
+        "31b": None,
+        "26b-a4b": "is for layers without experts",
+        "e2b": "the model has layer_vector, vector, reads",
+    }
+    for name, reason in reasons.items():
+        checkpoint = tiny_gguf("gemma4", SETTINGS[name] | widths, "q8_0", drawn=DRAWN)
+        divisors = tensor("rope_freqs.weight", np.ones(32))
+        checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {divisors.name: divisors})
+        plan = load_plans.plan(architectures.describe(checkpoint), bj.RunConfig())
+        step = schedules.step_plan(plan)
+        few = "launches" if reason else "layer_products"
+        assert [step.schedule(rows) for rows in (1, 2, 3, 16)] == [few, few, "launches", "launches"]
+        verdicts = {v.kernel: v.reason for v in selection.explain(schedules.step_problem(plan))}
+        assert reason is None or reason in verdicts["layer_products"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,6 +9,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from anthropic import Anthropic
 from prometheus_client.parser import text_string_to_metric_families
 
 import bonsai_jax as bj
@@ -223,6 +224,9 @@ def test_models_are_listed_in_both_forms(server):
         assert own["id"] == "tiny" and own["context_length"] == 256
         anthropic = http.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
         assert anthropic["data"][0]["type"] == "model" and anthropic["first_id"] == "tiny"
+        with Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            assert [one.display_name for one in client.models.list()] == ["tiny"]
+            assert client.models.retrieve("tiny").created_at.year >= 2026
         assert http.get("/v1/models/tiny").json()["id"] == "tiny"
         assert http.get("/v1/models/other").status_code == 404
         assert http.get("/health").json() == {"status": "ok"}

@@ -195,6 +195,18 @@ def test_a_hundred_senders_that_break_off_or_take_their_time(server):
     server.idle()
 
 
+def test_a_body_whose_end_is_no_http_leaves_no_traceback(server, caplog):
+    address = urllib.parse.urlsplit(server.url)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n"
+    with socket.create_connection((address.hostname, address.port)) as own, own.makefile("rb") as answer:
+        own.sendall(head + b'{"pro')
+        time.sleep(0.1)  # the request has begun
+        own.sendall(b"no chunk")
+        assert answer.readline() == b"HTTP/1.1 400 Bad Request\r\n"
+    server.idle()
+    assert "Traceback" not in caplog.text and all(record.exc_info is None for record in caplog.records)
+
+
 def test_a_client_that_leaves_frees_its_row(server):
     """Of whole answers and streamed ones, of one prompt and several, running and waiting."""
     for body in (
@@ -498,6 +510,24 @@ def test_the_command_drains_and_ends_well(tmp_path):
         log = process.stderr.read()
     assert "POST /v1/completions 200" in log and "+ 80 tokens" in log
     assert secret not in log and "from-env" not in log and "Traceback" not in log
+
+
+def test_the_command_ends_while_it_warms_up():
+    """It went on until every program was compiled."""
+    command = [*COMMAND, "serve", "-m", TINY, "--impl", "reference", "-c", "128", "-b", "16", "--port", "0"]
+    environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}  # so that there is something to compile
+    options = {
+        "cwd": ROOT,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+    }
+    with subprocess.Popen([*command, "--no-compile-cache"], **options) as process:
+        assert process.stdout.readline().startswith("serving ")
+        process.send_signal(signal.SIGTERM)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and "ready" not in rest and "Traceback" not in errors
 
 
 def test_an_address_in_use_and_wrong_options_are_one_line():

@@ -24,8 +24,9 @@ from pallas_kernels import (
     problems,
     qtensor,
 )
-from pallas_kernels.step import layer_products
-from pallas_kernels.step.layer_products import OfLayer
+from pallas_kernels.step import layer_products_stacks
+from pallas_kernels.step.layer_products import workspace_words
+from pallas_kernels.step.layer_products_stacks import OfLayer
 from tests.agreement import divergence, log_softmax
 from tests.gpu.products import FEW, MANY, by_kernels, check, expected_product
 from tests.gpu.steps import log_p_of_steps
@@ -170,16 +171,16 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
     ]
     attended, x = jax.random.normal(jax.random.key(1), (2, 1, hidden))
     norms = 1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden))
-    workspace = jnp.zeros(layer_products.workspace_words(1, hidden, ffn), jnp.int32)
+    workspace = jnp.zeros(workspace_words(1, hidden, ffn), jnp.int32)
     o, gate, up, down, qkv = stacks
 
     of_layer = tuple(OfLayer(of, 0) for of in (norms[1], gate, up, down))
     following = OfLayer(norms[0], 1), OfLayer(qkv, 1)
-    integers = layer_products.rounded_vectors([o], (gate, up, down), [qkv], 1)
+    integers = layer_products_stacks.rounded_vectors([o], (gate, up, down), [qkv], 1)
     assert any(integers)
 
     def run(rounded):
-        return layer_products.run(
+        return layer_products_stacks.run(
             attended, x, OfLayer(o, 0), of_layer, following, 0, workspace, 1e-6, rounded
         )[:2]
 

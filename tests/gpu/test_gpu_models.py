@@ -9,8 +9,10 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as decoding
+from checkpoints import Tensor
 from tests.agreement import divergence, log_softmax
 from tests.bonsai_jax.test_decoding import GREEDY
+from tests.bonsai_jax.tiny_files import tiny_gguf
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +44,58 @@ def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
     kl = kl_of_schedules(load, "layer_products", ids)[:, -1].max()
     print(f"{format}, {rows} rows: KL {kl:.1e}")
     assert kl < 1e-6
+
+
+@pytest.mark.parametrize(
+    "name", ["tiny-gemma3", "tiny-gemma2", "tiny-glm4", "tiny-olmo2", "tiny-olmo3", "tiny-exaone4"]
+)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_norms_of_what_is_added_are_those_of_launches(name, rows):
+    """But for 22 bits of mantissa, as above, and norms that each block makes for itself."""
+    ids = np.random.default_rng(8).integers(0, 256, (rows, 70))  # some windows are 48 keys
+    load = lambda **options: bj.load(f"synth:{name}:q4_k_m", bj.RunConfig(**options))  # noqa: E731
+    kl = kl_of_schedules(load, "layer_products", ids).max()
+    print(f"{name}, {rows} rows: KL {kl:.1e}")
+    assert kl < 1e-6
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_scales_of_layers_outputs_are_those_of_launches(rows):
+    """A small Gemma 4 31B: heads of two widths, layers without W_v, and norms as above."""
+    settings = {
+        "block_count": 4, "context_length": 2048, "embedding_length": 512, "feed_forward_length": 1024,
+        "attention.head_count": 4, "attention.head_count_kv": np.array([2, 1, 2, 2], np.int32),
+        "attention.key_length": 128, "attention.value_length": 128,
+        "attention.key_length_swa": 64, "attention.value_length_swa": 64,
+        "rope.dimension_count": 128, "rope.dimension_count_swa": 64,
+        "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 48, "attention.shared_kv_layers": 0,
+        "attention.sliding_window_pattern": np.array([True, False, True, True]),
+        "embedding_length_per_layer_input": 0, "final_logit_softcapping": 30.0,
+    }  # fmt: skip
+    drawn = {"scale": (0.8, 0.1), "embed": (0.0, 0.3)}
+    checkpoint = tiny_gguf("gemma4", settings, "q8_0", drawn=drawn)
+    ones = Tensor("rope_freqs.weight", "f32", (64,), np.ones(64, np.float32).view(np.uint8))
+    checkpoint = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {ones.name: ones})
+    load = lambda **options: bj.from_checkpoint(checkpoint, bj.RunConfig(**options))  # noqa: E731
+    kl = kl_of_schedules(load, "layer_products", np.random.default_rng(8).integers(0, 256, (rows, 70))).max()
+    print(f"{rows} rows: KL {kl:.1e}")
+    assert kl < 1e-6
+
+
+@pytest.mark.parametrize("schedule", ["layer_products", "launches"])
+def test_layers_of_two_groups_do_not_take_each_others_partial_results(schedule):
+    """After so many keys that blocks share a row's keys out. Layers with a rope and without one are groups of
+    their own, and the fourth with a rope follows the first without one: their indices agree modulo 3."""
+    ids = np.random.default_rng(9).integers(0, 256, 420).tolist()
+    run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
+    kernels = bj.load("synth:tiny-smollm3:q4_k_m", run)
+    assert kernels.params.step.schedule(1) == schedule
+    exact = dataclasses.replace(run, impl="reference", schedule="auto")
+    exact = bj.logits(bj.load("synth:tiny-smollm3:q4_k_m", exact), ids)
+    kl = divergence(log_softmax(exact), log_p_of_steps(kernels, [ids])[0])[-200:].max()
+    print(f"{schedule}: KL {kl:.2e}")
+    assert kl < 1e-4
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])

@@ -228,7 +228,10 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
     )  # fmt: skip
 
 
-def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4096, ffn=12288, folded=False):
+def products_between(
+    o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4096, ffn=12288, folded=False, post_norms=False,
+    activation=SILU,
+):  # fmt: skip
     """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
     parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be."""
     sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
@@ -240,15 +243,18 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
-    rounded = (rows == 1 and bits == 8 and not folded,) * 2 + (False,)
+    integers = rows == 1 and bits == 8 and not folded
+    rounded = integers and not post_norms, integers, False
     f = functools.partial(
-        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded
-    )
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded,
+        activation=activation,
+    )  # fmt: skip
     number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
     rotations = tuple(
         rotation_of(k, of) if folded else None for (_, k, _), of in zip(sizes, heads, strict=False)
     )
-    return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations)
+    after = (vector(1, hidden),) * 2 if post_norms else None
+    return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations, after)
 
 
 def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):

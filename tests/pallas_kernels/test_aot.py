@@ -169,6 +169,22 @@ HOT_ON_HOPPER = {
     ),
     "products between, the last": lambda: products_between(*MIXED[:3], None),
     "products between, 2 rows": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], rows=2),
+    **{
+        f"products between, norms after, {name}": functools.partial(
+            products_between,
+            *formats,
+            hidden=3840,
+            ffn=15360,
+            rows=rows,
+            post_norms=True,
+            activation=GELU_TANH,
+        )
+        for name, formats, rows in (
+            ("Gemma 3 12B", ("q4_k", "q4_k", "q6_k", [("q4_k", 6144), ("q6_k", 2048)]), 1),
+            ("2 rows", ("q4_k", "q4_k", "q4_k", [("q4_k", 8192)]), 2),
+            ("the last", ("q4_k", "q4_k", "q6_k", None), 1),
+        )
+    },
     "products between, 16 bits": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], bits=16),
     **{
         f"products between, {format}": functools.partial(products_between, *[format] * 3, [(format, 6144)])

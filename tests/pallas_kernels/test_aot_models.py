@@ -62,6 +62,8 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
     ("source", "cache_dtype"),
     [
         *(("synth:tiny-llama:q4_k_m", "bfloat16"), ("synth:tiny-qwen3:q1_0", "int8")),
+        ("synth:tiny-gemma3:q4_k_m", "bfloat16"),
+        pytest.param("synth:tiny-olmo3:q4_k_m", "bfloat16", marks=pytest.mark.slow),
         pytest.param("synth:tiny-qwen3:q1_0", "bfloat16", marks=pytest.mark.slow),
         pytest.param("synth:tiny-qwen2:q8_0", "bfloat16", marks=pytest.mark.slow),
     ],

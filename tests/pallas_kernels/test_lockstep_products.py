@@ -12,7 +12,7 @@ from pallas_kernels import GELU_TANH, SILU, QTensor, Rotation, device
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.qtensor import LayerStack, Products, Rows
-from pallas_kernels.step import layer_products
+from pallas_kernels.step import layer_products, layer_products_stacks
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -38,7 +38,8 @@ def stack(parts, rotation, bits):
     return LayerStack(pieces if len(pieces) == 1 else (Rows(pieces),), ((0, 0),))
 
 
-def rounded(x):
+def sent_word(x):
+    """float32 as a block passes it on (memory.tagged)."""
     return ((np.asarray(x, np.float32).view(np.int32) + 2) & ~3).view(np.float32)
 
 
@@ -78,7 +79,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
         phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
         planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
         assert planned is not None
-        integers = layer_products.rounded_vectors([o_], (gate_, gate_, down_), [qkv_], rows)
+        integers = layer_products_stacks.rounded_vectors([o_], (gate_, gate_, down_), [qkv_], rows)
         assert all(integers) == (case is CASES[0])
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
@@ -105,7 +106,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
                 )
             )
 
-        sent = [(lambda x: x) if as_integers else rounded for as_integers in integers]
+        sent = [(lambda x: x) if as_integers else sent_word for as_integers in integers]
         x = alone(0, attended, x)
         x = alone(2, sent[1](alone(1, sent[0](x))), x)
         normed = integers[0] or integers[2]
@@ -115,8 +116,74 @@ def test_products_in_one_launch_are_those_of_launches(case):
             same(got[1], alone(3, sent[2](x)))
 
 
-def near(got, want):
-    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+# rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits, and
+# whether norms come before products too, and layers' outputs are scaled
+NORMED_AFTER = [
+    (1, 512, 1024, 256, "q4_k", "q4_k", "q6_k", [("q4_k", 256), ("q6_k", 64)], 8, 8, True, True),
+    (1, 512, 768, 512, "q2_k", "q2_k", "q2_k", None, 5, 8, True, True),  # the last layer
+    (2, 512, 256, 256, "q4_k", "q4_k", "q4_k", [("q4_k", 768)], 40, 8, True, False),  # blocks without gate
+    (1, 4352, 256, 256, "q2_k", "q4_k", "q2_k", [("q2_k", 64)], 40, 8, True, False),  # two steps of a warp
+    (3, 512, 512, 256, "q6_k", "q3_k", "q5_0", [("q8_0", 96)], 4, 16, True, False),
+    (1, 512, 512, 256, "q4_k", "iq4_xs", "q8_0", [("q4_k", 128)], 7, 8, False, False),
+    (2, 256, 512, 512, "q3_k", "q4_k", "q4_k", None, 6, 8, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NORMED_AFTER, ids=str)
+def test_a_norm_of_what_is_added_is_in_the_launch(case):
+    """Against int_decode launched one by one, and norms and sums in float64. A sum may differ in its last
+    bit, and then be rounded to the neighbouring code: with 16 bits some are, by 1 / 32639 of the largest."""
+    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, normed, scaled = case
+    rng = np.random.default_rng(hidden + ffn)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    shapes = [[[(o, hidden, width)]], [[(gate_up, ffn, hidden)] * 2], [[(down, hidden, ffn)]]]
+    shapes += [[[(f, n, hidden)] for f, n in qkv]] if qkv else []
+    weights = tuple(
+        tuple(
+            tuple(
+                drawn(f, (1, n, k), seed=i + 10 * m + n).tiled.fields for m, (f, n, k) in enumerate(matrices)
+            )
+            for matrices in parts
+        )
+        for i, parts in enumerate(shapes)
+    )
+    formats = tuple(tuple(matrices[0][0] for matrices in parts) for parts in shapes)
+    gammas = [1 + 0.1 * draw(1, hidden) if normed and number % 2 else None for number in range(len(weights))]
+    after = tuple(0.1 + np.abs(draw(1, hidden)) for _ in range(2))
+    scale = np.full((1, 1), 0.75, np.float32) if scaled else None
+    attended, x = draw(rows, width), draw(rows, hidden)
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
+    words = layer_products.workspace_words(rows, hidden, ffn)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
+        planned = layer_products.plan(phases, rows, bits, EPS, post_norms=True)
+        assert planned is not None
+        got = layer_products.layer_products(
+            attended, x, weights, tuple(gammas), np.array([4], np.int32), np.zeros(words, np.int32), None,
+            after, scale, formats_of=formats, eps=EPS, bits=bits, activation=GELU_TANH,
+        )  # fmt: skip
+
+        @mock.patch.object(int_decode_plan, "BLOCK_WARPS", (planned.products[0].plan.warps,))
+        def alone(number, x):
+            y = int_decode.int_decode(
+                x, weights[number], None, formats_of=formats[number], gamma=gammas[number], eps=EPS,
+                activation=GELU_TANH, activation_bits=bits,
+            )  # fmt: skip
+            return sent_word(y)
+
+        def summed(x, y, gamma):
+            y = np.asarray(y, np.float64)
+            return (x + gamma * y / np.sqrt(np.mean(y**2, -1, keepdims=True) + EPS)).astype(np.float32)
+
+        x = summed(x, alone(0, attended), after[0])
+        x = summed(x, alone(2, alone(1, x)), after[1]) * (0.75 if scaled else 1)
+        near(got[0], x, 1e-6 if bits == 8 else 1e-5)
+        if qkv:
+            near(sent_word(got[1]), alone(3, got[0]))
+
+
+def near(got, want, limit=1e-6):
+    assert np.linalg.norm(got - want) < limit * np.linalg.norm(want)
 
 
 def test_a_vector_is_passed_on_alike_in_all_layers():
@@ -128,7 +195,7 @@ def test_a_vector_is_passed_on_alike_in_all_layers():
     with mock.patch.object(device, "default", lambda: gpu):
 
         def of_kinds(outputs, inputs):
-            return layer_products.rounded_vectors(outputs, (attention,) * 3, inputs, 1)
+            return layer_products_stacks.rounded_vectors(outputs, (attention,) * 3, inputs, 1)
 
         assert of_kinds([attention, delta], [delta, attention]) == (True, True, True)
         assert of_kinds([attention, apart], [delta, attention]) == (False, True, True)

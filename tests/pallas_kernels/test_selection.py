@@ -262,6 +262,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"split": True}, "devices that share weights must add their parts"),
         ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
         ({"folded": True}, "the kernel has plain attention, without gates, and weights that are not folded"),
+        ({"post_norms": True}, "what attention or the feed-forward adds is normed first"),
         ({"rows": 25}, "25 rows are more than 24, whose activations a warp has registers for"),
         ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
         ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
@@ -294,6 +295,7 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
         ({"hidden": 896}, "hidden is 896 wide, no multiple of 256"),
         ({"widths": (4096, 4096, 896)}, "q is 896 wide, no multiple of 256"),
         ({"folded": True}, "blocks do not rotate 4096 inputs of q6_k, rows: 1"),
+        ({"folded": True, "post_norms": True}, "which blocks that rotate activations do not have"),
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
     ],
 )
@@ -347,6 +349,17 @@ def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reas
     assert choose(without) == "layer_products"
     with pytest.raises(NotImplementedError, match="is for layers without experts"):
         choose(MOE_STEP, impl="layer_products")
+
+
+def test_products_of_layers_with_norms_after_their_halves_fit_one_launch(monkeypatch):
+    """Which no other has. Of a wide stream a block has room for one row."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    normed = dataclasses.replace(KQ_STEP, post_norms=True, plain=False)
+    assert selection.schedules(normed) == ((2, "layer_products"),)
+    wide = dataclasses.replace(normed, hidden=9216, layers=(layer_of(["q4_k"] * 5, 9216),), widths=(4096,))
+    assert [choose(dataclasses.replace(wide, rows=rows)) for rows in (1, 2)] == ["layer_products", "launches"]
+    with pytest.raises(NotImplementedError, match="2 rows of 12288 activations and 2 of the residual stream"):
+        choose(dataclasses.replace(wide, rows=2), impl="layer_products")
 
 
 def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):

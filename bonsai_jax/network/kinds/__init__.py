@@ -8,9 +8,12 @@ A file holds everything that knows its kind:
     TENSORS       the tensors that it may have, each with its usual names in GGUF and Hugging Face files;
                   `tensors(...)` picks those that an architecture has
     Weights       the arrays that they become, stacked over the layers of a group (ModelConfig.groups)
-    PRODUCTS      the arrays that fused launches multiply with (network/fused.py); None: none computes it
+    PRODUCTS      the arrays that fused launches multiply with (network/fused.py), () where they know small
+                  arrays alone; None: none computes it
     FUSED         beside PRODUCTS: the settings and the small arrays that fused launches know of, or that the
                   refusals of pallas_kernels see. A model with others runs operation by operation
+    MIXED         of what mixes tokens: more settings and small arrays, of which `mix` alone takes notice, the
+                  part of `block` between its products. Launches that leave it to `mix` run such models
     SITES         its taps (network/taps.py)
     block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
     phases        settings -> the parts of `block` that measure/profile.py times (phases.py)

@@ -32,6 +32,8 @@ FUSED = (
     "num_heads", "num_kv_heads", "head_dim", "rope", "window", "scale", "softcap", "gated", "temperature",
     "norms_after_rope", "sinks", "norm", "qkv_bias", "q_norm", "k_norm", "post_norm",
 )  # fmt: skip
+# What `attend` does ahead of its kernel, or leaves to the reference.
+MIXED = ("v_norm", "keys_as_values", "q_row_norm", "k_row_norm", "q_head_norms", "k_head_norms")
 SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
 
 

@@ -28,6 +28,7 @@ FUSED = (
     "k_heads", "v_heads", "k_dim", "v_dim", "conv", "grouped",
     "norm", "gates", "conv_weights", "dt", "decay", "head_norm",
 )  # fmt: skip
+MIXED = ()
 SITES = ()  # only what it adds to x, "attention"
 
 

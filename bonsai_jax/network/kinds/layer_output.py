@@ -18,7 +18,8 @@ from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, matmul, serializable
 from pallas_kernels.activations import GELU_TANH
 
-PRODUCTS = None  # no fused launch computes it
+PRODUCTS = ()  # of this, fused launches compute the scale alone
+FUSED = ("scale",)
 SITES = ()
 
 

@@ -61,16 +61,31 @@ class WarpActivations(NamedTuple):
         """Steps of a pass."""
         return -(-self.sizes.per_warp // -(-self.sizes.per_warp // max(1, 4 // self.sizes.rows)))
 
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """(step, row) of a pass, in order."""
+        return [(u, row) for u in range(self.at_once) for row in range(self.sizes.rows)]
+
+    def steps_at(self, s) -> list:
+        """The steps of the pass at this warp's step s; behind the last, the last."""
+        return [
+            minimum(as_value(self.share.first_step) + s + u, self.sizes.steps - 1)
+            for u in range(self.at_once)
+        ]
+
+    def columns(self, step: list) -> list:
+        """Of steps, the first of this lane's columns."""
+        return [index(v * TILE_COLUMNS + as_value(self.lane) * 8) for v in step]
+
     def load(self, s):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
-        step = self._steps_at(s)
-        column = [index(v * TILE_COLUMNS + as_value(self.lane) * 8) for v in step]
+        step = self.steps_at(s)
+        column = self.columns(step)
         gammas = []
         if self.gamma_gmem is not None:  # first: x may have to be waited for
             gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
-        places = [(u, row) for u in range(self.at_once) for row in range(self.sizes.rows)]
-        x = self.load_x([(row, column[u]) for u, row in places])
-        return step, dict(zip(places, x, strict=True)), gammas
+        x = self.load_x([(row, column[u]) for u, row in self.places])
+        return step, dict(zip(self.places, x, strict=True)), gammas
 
     def store(self, first_pass, q, stats) -> list:
         """Quantize all of it, from load(0) on, to the addresses q and stats. Returns of each row this lane's
@@ -82,30 +97,24 @@ class WarpActivations(NamedTuple):
             s = integer(s)
             squares, now = carry[: self.sizes.rows], self._as_pass(s - at_once, carry[self.sizes.rows :])
             following = self.load(s)
-            squares = self._store_pass(squares, s - at_once, now, q, stats)
+            squares = self.store_pass(squares, s - at_once, now, q, stats)
             return squares + _flat_pass(following)
 
         start = [real(0)] * self.sizes.rows + _flat_pass(first_pass)
         carry = lanes.loop(at_once, self.sizes.per_warp, at_once, start, one_pass)
         last = integer(-(-self.sizes.per_warp // at_once) * at_once - at_once)
         now = self._as_pass(last, carry[self.sizes.rows :])
-        return self._store_pass(carry[: self.sizes.rows], last, now, q, stats)
-
-    def _steps_at(self, s):
-        return [
-            minimum(as_value(self.share.first_step) + s + u, self.sizes.steps - 1)
-            for u in range(self.at_once)
-        ]
+        return self.store_pass(carry[: self.sizes.rows], last, now, q, stats)
 
     def _as_pass(self, s, values):
         """As `load` had it, from _flat_pass."""
         each = 4 if self.rounded else 8
         values = [values[k : k + each] for k in range(0, len(values), each)]
-        places = [(u, row) for u in range(self.at_once) for row in range(self.sizes.rows)]
-        x = dict(zip(places, values, strict=False))
-        return self._steps_at(s), x, values[len(x) :]
+        x = dict(zip(self.places, values, strict=False))
+        return self.steps_at(s), x, values[len(x) :]
 
-    def _store_pass(self, squares, s, passes, q, stats):
+    def store_pass(self, squares, s, passes, q, stats) -> list:
+        """Quantize the pass at step s, as `load` returns it; returns `squares` and its own added."""
         lane, group, sizes = as_value(self.lane), self.format_lanes.activation_group, self.sizes
         stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
         groups = sizes.steps * TILE_COLUMNS // group

@@ -13,6 +13,7 @@ from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul.epilogue import inverse_rms, output, over_warps
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations, WarpActivations
+from pallas_kernels.matmul.int_mma.activations_summed import PostNorm, SummedActivations
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
@@ -41,13 +42,14 @@ class Block:
     load_x     as in WarpActivations; with a rotation as in RotatedColumns
     rounded    as in WarpActivations; not with a rotation
     rotation   of the activations: RotatedColumns' flips_gmem, block, heads and rotated_smem; None: none
+    post_norm  of what load_x loads, which is then added to x (activations_summed.py); None: it is x itself
     Refs are named as `int_decode` names what they are of.
     """
 
     def __init__(
         self, sizes: int_decode_plan.IntegerProduct, share: Share, store, residual, load_x, *,
         gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, prefetch=None,
-        rounded=False, rotation=None,
+        rounded=False, rotation=None, post_norm: PostNorm | None = None,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
         self.format_lanes, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
@@ -65,10 +67,11 @@ class Block:
             )  # fmt: skip
             self.activations = RotatedActivations(columns, sizes, self.format_lanes, self.warp, self.lane)
             return
-        self.activations = WarpActivations(
+        own = WarpActivations(
             load_x, rounded, None if rounded else gamma_gmem, norm_layer, share, sizes, self.format_lanes,
             self.lane,
         )  # fmt: skip
+        self.activations = own if post_norm is None else SummedActivations(own, post_norm, self.warp)
 
     def load(self):
         """Begin to load activations."""
