@@ -15,6 +15,7 @@ from typing import Any
 from bonsai_jax.tokens.calls.parameters import Style
 from bonsai_jax.tokens.calls.values import types
 
+SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "TEXT: /(.|\\n)*/"
 
 
@@ -52,8 +53,9 @@ class Rules:
         return self.add("until[lazy]", f"/(.|\\n)*/ {self.text(mark)}")
 
     def json(self, schema: Any) -> str:
-        """An expression for JSON of a schema."""
-        return f"%json {json.dumps(schema)}"
+        """An expression for JSON of a schema, on one line, with spaces as templates write them."""
+        own = schema if isinstance(schema, Mapping) else {}
+        return f"%json {json.dumps({**own, 'x-guidance': SPACES})}"
 
     def written(self, start: str) -> str:
         """The grammar, with this expression for the whole text."""
