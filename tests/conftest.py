@@ -17,7 +17,15 @@ FIRST = (
     *("test_formats.py", "test_ops.py", "test_rope.py", "test_cache_layouts.py", "test_shared_memory.py"),
     *("test_engine.py", "test_oracle_lengths.py"),
     *("test_docs.py", "test_recipes.py", "test_decoding.py", "test_qwen35.py", "test_text.py"),
-    *("test_cli.py", "test_cpu.py", "test_cli_figures.py", "test_params.py", "test_speculation.py"),
+    *(
+        "test_cli.py",
+        "test_cpu.py",
+        "test_server_limits.py",
+        "test_server.py",
+        "test_cli_figures.py",
+        "test_params.py",
+        "test_speculation.py",
+    ),
     *("test_notebooks.py", "test_benchmarks.py"),
 )
 

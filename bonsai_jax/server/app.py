@@ -39,6 +39,7 @@ GETS: dict[str, Endpoint] = {
     "/v1/models/{name:path}": routes_models.model,
     "/health": routes_models.health,
     "/ready": routes_models.ready,
+    "/tokenizer_info": routes_tokens.tokenizer_info,
     "/version": routes_models.version,
     "/openapi.json": routes_models.openapi_json,
     "/metrics": routes_models.own_metrics,

@@ -125,7 +125,7 @@ POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     "/tokenize": (
         "Token ids of a text",
         closed({"content": TEXT}, {"add_special": TRUTH, "parse_special": TRUTH}),
-        closed({"tokens": listed(WHOLE)}),
+        closed({"tokens": listed(WHOLE), "count": WHOLE}),
     ),
     "/detokenize": ("The text of token ids", closed({"tokens": IDS}), closed({"content": TEXT})),
     "/apply-template": (
@@ -139,6 +139,10 @@ GETS: dict[str, tuple[str, Schema]] = {
     "/v1/models": ("The model that is served", closed({"data": listed(OBJECT)})),
     "/health": ("Whether the engine runs", STATUS),
     "/ready": ("Whether every program is compiled", STATUS),
+    "/tokenizer_info": (
+        "Names of special tokens, and the chat template",
+        closed({}, {"bos_token": TEXT, "eos_token": TEXT, "chat_template": TEXT}),
+    ),
     "/version": ("The server's version", closed({"version": TEXT})),
 }
 ERROR = closed({"error": closed({"message": TEXT, "type": TEXT})})

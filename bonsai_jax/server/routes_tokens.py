@@ -1,5 +1,9 @@
-"""POST /tokenize, /detokenize, /apply-template: what the tokenizer makes of a text, a chat or token ids, as
-llama-server has them."""
+"""POST /tokenize, /detokenize, /apply-template and GET /tokenizer_info: what the tokenizer makes of a text, a
+chat or token ids.
+
+Names are llama-server's; those of vLLM (`prompt`, `add_special_tokens`) are taken, too. By /tokenizer_info
+lm-eval sees that a server has a tokenizer.
+"""
 
 from typing import Any
 
@@ -13,30 +17,45 @@ from bonsai_jax.server import bodies
 from bonsai_jax.server.responses import json_response
 from bonsai_jax.server.service import Service
 
-TOKENIZE = {"content": fields.text, "add_special": fields.truth, "parse_special": fields.truth}
+TOKENIZE = {
+    **dict.fromkeys(("content", "prompt"), fields.text),
+    **dict.fromkeys(("add_special", "add_special_tokens", "parse_special"), fields.truth),
+}
 TEMPLATE = {"chat_template_kwargs": openai_chat.variables, "tools": openai_chat.TOOLS["tools"]}
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """{"content": TEXT, "add_special": false, "parse_special": true} -> {"tokens": [...]}"""
-    given = await _given(service, request, TOKENIZE, "content")
-    tokenizer, special = service.model.tokenizer, given.get("add_special", False)
+    """{"content": TEXT, "add_special": false, "parse_special": true} -> {"tokens": [...], "count": N}"""
+    given = await _given(service, request, TOKENIZE, "content", "prompt")
+    name, tokenizer = "content" if "content" in given else "prompt", service.model.tokenizer
+    special = given.get("add_special", given.get("add_special_tokens", False))
     # Longer texts are no prompts of this model, and a tokenizer takes 100 bytes of memory for a character.
-    check_size("content", tokenizer, [given["content"]], service.defaults.most_tokens)
+    check_size(name, tokenizer, [given[name]], service.defaults.most_tokens)
 
     def encoded() -> list[int]:
         parse = given.get("parse_special", True)
-        return tokenizer.encode(given["content"], add_special=special, parse_special=parse)
+        return tokenizer.encode(given[name], add_special=special, parse_special=parse)
 
-    return json_response({"tokens": await _called(service, "content", encoded)})
+    tokens = await _called(service, name, encoded)
+    return json_response({"tokens": tokens, "count": len(tokens)})
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """{"tokens": [...]} -> {"content": TEXT}"""
+    """{"tokens": [...]} -> {"content": TEXT}, also as `prompt`"""
     given = await _given(service, request, {"tokens": fields.ids}, "tokens")
     tokenizer = service.model.tokenizer
     text = await _called(service, "tokens", lambda: tokenizer.decode(given["tokens"], skip_special=False))
-    return json_response({"content": text})
+    return json_response({"content": text, "prompt": text})
+
+
+async def tokenizer_info(service: Service, request: Request) -> Response:
+    """Names of special tokens, and the chat template."""
+    tokenizer = service.model.tokenizer
+    names = {name: None if id is None else tokenizer.texts[id] for name, id in (
+        ("bos_token", tokenizer.bos_id), ("eos_token", tokenizer.eos_id),
+    )}  # fmt: skip
+    info = {"chat_template": tokenizer.chat_template, "model_max_length": service.defaults.most_tokens}
+    return json_response(names | info)
 
 
 async def apply_template(service: Service, request: Request) -> Response:
@@ -53,11 +72,12 @@ async def apply_template(service: Service, request: Request) -> Response:
     return json_response({"prompt": await _called(service, "messages", applied)})
 
 
-async def _given(service: Service, request: Request, known: dict[str, Any], needed: str) -> dict[str, Any]:
+async def _given(service: Service, request: Request, known: dict[str, Any], *needed: str) -> dict[str, Any]:
+    """The fields of the body. Raises FieldError without any of those that are needed."""
     body = await bodies.json_object(service, request)
     given = fields.read(body, known, strict=False, path=request.url.path)
-    if needed not in given:
-        raise FieldError(needed, "missing")
+    if not given.keys() & {*needed}:
+        raise FieldError(needed[0], "missing")
     return given
 
 

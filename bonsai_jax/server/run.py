@@ -28,8 +28,8 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket at this address, to which nobody can connect yet. port 0: any that is free. Raises ValueError
     where the address is in use or none of this machine."""
     try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        own = socket.socket(family, kind)
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        own = socket.socket(family, kind, protocol)  # asyncio turns Nagle's algorithm off if it sees TCP
     except OSError as error:
         raise ValueError(f"--host {host}: {error.strerror}") from None
     own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

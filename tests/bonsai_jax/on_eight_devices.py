@@ -19,6 +19,8 @@ from bonsai_jax.network import architectures
 from bonsai_jax.network.kinds import place
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.nnx import LanguageModel
+from bonsai_jax.research.prompt_logprobs import prompt_logprobs
+from bonsai_jax.research.reading import Reader
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights import read as reading
 from bonsai_jax.weights.placement import Placement, Whole, _mailbox
@@ -555,8 +557,11 @@ def test_texts_are_read_as_on_one_device(data, model):
             values = np.asarray(batch.activations["output"])[0]
             read |= {n: values[row][batch.mask[row]] for row, n in enumerate(batch.texts) if n >= 0}
         (output,) = bj.generate(loaded, PROMPTS[:1], max_new_tokens=4, sampling=SAMPLING[:1], read=taps)
+        likeliest = prompt_logprobs(Reader(loaded), PROMPTS, 2)
         return [
             *(score.token_logprobs for each in scores for score in each),
+            *(scored.token for scored in likeliest),
+            *(scored.top for scored in likeliest),
             bj.embed_texts(loaded, PROMPTS),
             *(read[n] for n in range(len(PROMPTS))),
             output.activations["output"],

@@ -212,7 +212,12 @@ def test_embeddings_are_those_of_embed_texts(model, server, client):
 def test_tokens_and_templates(model, server):
     tokens = server.post("/tokenize", content=ONCE).json()["tokens"]
     assert tokens == model.tokenizer.encode(ONCE, add_special=False)
-    assert server.post("/detokenize", tokens=tokens).json()["content"] == ONCE
+    assert server.post("/detokenize", tokens=tokens).json() == {"content": ONCE, "prompt": ONCE}
+    vllms = server.post("/tokenize", prompt=ONCE, add_special_tokens=True).json()
+    assert vllms["tokens"] == model.tokenizer.encode(ONCE) and vllms["count"] == len(vllms["tokens"])
+    info = httpx.get(f"{server.url}/tokenizer_info").json()
+    assert info["eos_token"] == model.tokenizer.texts[model.tokenizer.eos_id]
+    assert info["chat_template"] == model.tokenizer.chat_template
     prompt = server.post("/apply-template", messages=HI).json()["prompt"]
     assert prompt == model.tokenizer.apply_chat_template(HI)
     assert server.post("/tokenize").json()["error"]["param"] == "content"

@@ -22,7 +22,7 @@ from bonsai_jax.protocols.answers import ServerEvent
 from bonsai_jax.server import responses
 from bonsai_jax.server import running as running_server
 from bonsai_jax.server.bodies import MOST_DEPTH
-from bonsai_jax.server.run import warm
+from bonsai_jax.server.run import bound, warm
 from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY
 from tests.bonsai_jax.serving import HI, Served, serving
 
@@ -424,6 +424,19 @@ def test_an_error_after_a_comment_is_an_event(model, monkeypatch):
         answer.status_code == 200
         and "no device" in json.loads(last.removeprefix("data: "))["error"]["message"]
     )
+
+
+def test_small_answers_do_not_wait_for_an_acknowledgement(server):
+    """Which took 40 ms: Nagle's algorithm was on, and the head and the body are two packets."""
+    times = []
+    with server.http() as http:
+        for _ in range(20):
+            began = time.perf_counter()
+            http.get("/health")
+            times.append(time.perf_counter() - began)
+    assert min(times) < 0.03
+    with bound("127.0.0.1", 0) as own:
+        assert own.proto == socket.IPPROTO_TCP
 
 
 def test_a_server_is_ready_when_its_programs_are_compiled(model, monkeypatch):

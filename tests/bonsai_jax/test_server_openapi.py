@@ -1,6 +1,6 @@
 """schemathesis asks the server what its own description allows, and what it does not.
 
-15 requests of each kind; SCHEMATHESIS_EXAMPLES=1000 asks for minutes."""
+8 requests of each kind; SCHEMATHESIS_EXAMPLES=1000 asks for minutes."""
 
 import os
 
@@ -20,7 +20,7 @@ from bonsai_jax.server.app import GETS, POSTS, PROTOCOLS
 from tests.bonsai_jax.command_line import TINY
 from tests.bonsai_jax.serving import serving
 
-EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("SCHEMATHESIS_EXAMPLES", "8"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
