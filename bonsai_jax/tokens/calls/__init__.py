@@ -22,7 +22,7 @@ from bonsai_jax.tokens.calls import (
     mistral,
     pythonic,
     qwen,
-)  # fmt: skip
+)
 from bonsai_jax.tokens.calls.format import Format
 from bonsai_jax.tokens.calls.grammar import Rules
 
