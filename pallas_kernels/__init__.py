@@ -10,10 +10,11 @@ from pallas_kernels.activations import (
     clamped_swiglu,
     swiglu_oai,
 )
-from pallas_kernels.attention import apply_rope, attend, attend_latent, attention
+from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import each_matmul, experts_ffn, experts_gated, experts_matmul, route
+from pallas_kernels.latent import attend_latent
 from pallas_kernels.mamba2 import mamba2
 from pallas_kernels.matmul import gated, matmul
 from pallas_kernels.norm import layer_norm, rms_norm

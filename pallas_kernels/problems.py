@@ -59,14 +59,34 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class RouterLogits:
+    """The norm of a router's input and its logits, of tokens, which are the rows.
+
+    format, count, hidden  of the router's matrix
+    kernel  that multiplies one row with an expert's matrix (qtensor.Products): with the reference's products
+            goes the reference's router
+    mixed   whether the routers of other layers have other formats
+    """
+
+    CALL: ClassVar[str] = ""
+    platform: str
+    format: str
+    count: int
+    hidden: int
+    kernel: str
+    mixed: bool = False
+
+    def __str__(self):
+        return f"router {self.format} {self.count} x {self.hidden} on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Route:
     """The choice of each token's experts, from the logits of its router.
 
     count, used  experts of a layer, and of a token
-    kernel  that multiplies one row with an expert's matrix (qtensor.Products): with the reference's products
-            goes the reference's choice
-    gating  what makes probabilities of logits
-    adjusted  whether the choice differs from that of the largest logits, by a bias or by groups
+    kernel  as of RouterLogits
+    groups  of experts, of which a token uses some
     """
 
     CALL: ClassVar[str] = ""
@@ -74,8 +94,7 @@ class Route:
     count: int
     used: int
     kernel: str
-    gating: Literal["softmax", "sigmoid"] = "softmax"
-    adjusted: bool = False
+    groups: int = 1
 
     def __str__(self):
         return f"choice of {self.used} of {self.count} experts on {self.platform}"
@@ -89,8 +108,9 @@ class Attention:
     rotated  values of a head that rope turns; None: all; 0: none
     sinks    whether each query head has one (attention/reference.py)
     stored   whether the keys and values are another layer's, which has stored those of the same tokens
-    values   numbers of a key, the first, that are its value (attention/latent.py): `run` gets the same pages
+    values   numbers of a key, the first, that are its value (latent/api.py): `run` gets the same pages
              twice, and no more of its output than these is read; None: values have pages of their own
+    expanded  widths of a head's key and value as they would be made of these numbers; None as for values
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
@@ -113,6 +133,7 @@ class Attention:
     sinks: bool = False
     stored: bool = False
     values: int | None = None
+    expanded: tuple[int, int] | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
@@ -206,4 +227,4 @@ class DeltaNet:
         return f"{self.phase} delta net {heads} on {self.platform}"
 
 
-Problem = Matmul | Experts | Route | Attention | Step | Sampling | DeltaNet
+Problem = Matmul | Experts | RouterLogits | Route | Attention | Step | Sampling | DeltaNet

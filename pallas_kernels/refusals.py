@@ -15,6 +15,7 @@ from pallas_kernels.problems import (
     Parts,
     Problem,
     Route,
+    RouterLogits,
     Sampling,
     Step,
 )
@@ -107,16 +108,31 @@ def int_experts(problem: Experts) -> str | None:
     return "inputs of folded weights are rotated before, tile by tile" if problem.folded else None
 
 
-def route(problem: Route) -> str | None:
-    if reason := _since_ampere(problem):
+def router_logits(problem: RouterLogits) -> str | None:
+    if reason := _since_ampere(problem) or _reference_experts(problem.kernel):
         return reason
-    if problem.kernel == "reference":
-        return "the experts' products are the reference's"
-    if problem.gating != "softmax":
-        return f"probabilities are a {problem.gating} of logits; the kernel has softmax"
-    if problem.adjusted:
-        return "the choice has a bias, or groups of experts; the kernel takes the largest logits"
-    return f"{problem.used} experts are used; the kernel has at most 32" if problem.used > 32 else None
+    if problem.mixed or problem.format not in ("f32", "f16", "bf16"):
+        others = " and others" * problem.mixed
+        return f"the router is {problem.format}{others}; the kernel has f32, f16 or bf16 in all layers"
+    from pallas_kernels.experts.router_logits import MOST_COLUMNS  # only GPUs need it
+
+    if problem.hidden % 4 or problem.hidden > MOST_COLUMNS:
+        return f"hidden is {problem.hidden} wide; the kernel has multiples of 4 up to {MOST_COLUMNS}"
+    return None
+
+
+def route(problem: Route) -> str | None:
+    if reason := _since_ampere(problem) or _reference_experts(problem.kernel):
+        return reason
+    if problem.used > 32:
+        return f"{problem.used} experts are used; the kernel has at most 32"
+    from pallas_kernels.experts.choice import refuses_groups  # only GPUs need it
+
+    return refuses_groups(problem.count, problem.groups)
+
+
+def _reference_experts(kernel: str) -> str | None:
+    return "the experts' products are the reference's" if kernel == "reference" else None
 
 
 # Attention
@@ -140,6 +156,25 @@ def prefill_attention_sm80(problem: Attention) -> str | None:
     if problem.head_dim > 128:
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
     return _many_queries(problem)
+
+
+def latent_decode(problem: Attention) -> str | None:
+    if reason := _phase("decode", problem) or latent_gemms(problem):
+        return reason
+    from pallas_kernels.latent import plan  # only GPUs need it
+
+    assert problem.values is not None
+    return plan.refuses(problem.values, problem.head_dim - problem.values, problem.heads)
+
+
+def latent_prefill(problem: Attention) -> str | None:
+    if reason := _phase("prefill", problem) or _on_hopper(problem) or latent_gemms(problem):
+        return reason
+    keys, values = problem.expanded or (0, 0)
+    if keys not in (64, 128, 192, 256) or values not in (64, 128, 256):
+        known = "the kernel has keys of 64, 128, 192 and 256, values of 64, 128 and 256"
+        return f"a head's keys are {keys} wide, its values {values}; {known}"
+    return None
 
 
 def latent_gemms(problem: Attention) -> str | None:

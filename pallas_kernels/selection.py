@@ -16,7 +16,17 @@ from types import ModuleType
 from typing import Any, get_args
 
 from pallas_kernels import cache_layouts, device, formats, refusals
-from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Route, Sampling, Step
+from pallas_kernels.problems import (
+    Attention,
+    DeltaNet,
+    Experts,
+    Matmul,
+    Problem,
+    Route,
+    RouterLogits,
+    Sampling,
+    Step,
+)
 from pallas_kernels.qtensor import Products, QTensor, tile
 
 FIRST = "the first that can run it"
@@ -121,7 +131,11 @@ def _our_own() -> Iterator[Candidate]:
     yield Candidate("int_experts", Experts, rules.int_experts, one_launch, offers=("most_rows",))
     yield xla("tiles", Experts, rules.no_reason, None)
 
-    yield Candidate("route", Route, rules.route, "pallas_kernels.experts.router:run")
+    logits = "pallas_kernels.experts.router_logits:run", (1, 16)
+    yield Candidate("router_logits", RouterLogits, rules.router_logits, *logits)
+    yield xla("reference", RouterLogits, rules.no_reason, None)
+
+    yield Candidate("route", Route, rules.route, "pallas_kernels.experts.choice:run")
     yield xla("reference", Route, rules.no_reason, None)
 
     decode, prefill = (f"pallas_kernels.attention.{phase}" for phase in ("decode", "prefill"))
@@ -129,8 +143,12 @@ def _our_own() -> Iterator[Candidate]:
     reads = functools.partial(Candidate, detail=_prefill_operand)
     yield reads("prefill_sm90", Attention, rules.prefill_attention_sm90, f"{prefill}_sm90:run")
     yield reads("prefill_sm80", Attention, rules.prefill_attention_sm80, f"{prefill}_sm80:run")
-    latent = "pallas_kernels.attention.latent_gemms:run"
-    yield xla("latent_gemms", Attention, rules.latent_gemms, latent)
+    latent = "pallas_kernels.latent"
+    yield Candidate("latent_prefill", Attention, rules.latent_prefill, f"{latent}.prefill:run", fused=True)
+    yield xla("latent_gemms", Attention, rules.latent_gemms, f"{latent}.gemms:run")
+    # To come first when its last version has run on a GPU: an earlier one has, this one in lockstep alone.
+    # Until then it is for impl="pallas".
+    yield Candidate("latent_decode", Attention, rules.latent_decode, f"{latent}.decode:run", fused=True)
     yield xla("triton", Attention, rules.triton_attention, "pallas_kernels.attention.triton:run")
     yield xla("cpu", Attention, rules.cpu_attention, "pallas_kernels.attention.cpu:run")
     yield xla("reference", Attention, rules.no_reason, "pallas_kernels.attention.reference:attention")

@@ -10,15 +10,22 @@ import jax
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.cache import KVCache
 from pallas_kernels.attention import empty_workspace
+from pallas_kernels.latent import empty_latent_workspace
 
 type Workspaces = dict[tuple[str, int], jax.Array]  # by kind and group
 
 
 def empty(config: ModelConfig, cache: KVCache, rows: int) -> Workspaces:
-    """Those of all groups whose layers store keys."""
+    """Those of all groups whose layers store keys, or rows of latent attention."""
     groups = zip(config.groups("attention"), cache.states.get("attention", ()), strict=True)
-    return {
+    spaces = {
         ("attention", number): empty_workspace(rows, group.settings.num_heads, state.k)
         for number, (group, state) in enumerate(groups)
         if state.k is not None
     }
+    kind = "latent_attention"
+    latent = zip(config.groups(kind), cache.states.get(kind, ()), strict=True)
+    for number, (group, state) in enumerate(latent):
+        sizes = rows, group.settings.num_heads, state.k, cache.block_table
+        spaces[kind, number] = empty_latent_workspace(*sizes)
+    return spaces

@@ -1,7 +1,6 @@
 """Attention over a paged key-value cache: the op, its reference, and a kernel a file."""
 
 from pallas_kernels.attention.api import EXACT, TAPS, attend, attend_stored, empty_workspace
-from pallas_kernels.attention.latent import attend_latent
 from pallas_kernels.attention.reference import apply_rope, attention, write_pages
 
 __all__ = [
@@ -9,7 +8,6 @@ __all__ = [
     "TAPS",
     "apply_rope",
     "attend",
-    "attend_latent",
     "attend_stored",
     "attention",
     "empty_workspace",

@@ -33,9 +33,10 @@ ACC, LHS, RHS = (  # of any numbers of 16 bits
 )
 
 
-def _kernel(q: jax.Array, tiles: Tiles, **rest):
+def _kernel(q: jax.Array, values: int, tiles: Tiles, **rest):
     """For head_dim 64 and 128."""
     B, _, H, D = q.shape
+    assert values == D
     smem = plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS)
     return plgpu.kernel(
         functools.partial(_body, tiles=tiles, **rest),
@@ -50,7 +51,7 @@ def _kernel(q: jax.Array, tiles: Tiles, **rest):
     )
 
 
-mma_attention = prefill_tiles.attention_by(_kernel, lambda head_dim: KEYS, parts=1)
+mma_attention = prefill_tiles.attention_by(_kernel, lambda key_dim, value_dim: KEYS, parts=1)
 
 
 def _body(

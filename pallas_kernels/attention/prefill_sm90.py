@@ -29,6 +29,7 @@ layout's OPERAND, as the cache's keys and values are.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
@@ -47,22 +48,24 @@ TMA_KEYS = 64  # of a copy: a page, or a part of one
 SLOTS = 2  # steps of keys, and of values, in shared memory
 
 
-def keys_of_step(head_dim: int) -> int:
+def keys_of_step(key_dim: int, value_dim: int) -> int:
     """Fewer keys for wide heads, so that shared memory and a lane's 128 sums still fit."""
-    return 128 if head_dim <= 128 else 64
+    return 128 if key_dim <= 192 and value_dim <= 128 else 64
 
 
-def _kernel(q: jax.Array, tiles: Tiles, **rest):
-    """For pages that hold a multiple of 64 tokens, and head_dim 64, 128 or 256."""
-    B, _, H, D = q.shape
-    keys, blocks = keys_of_step(D), min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
+def _kernel(q: jax.Array, values: int, tiles: Tiles, totals: bool = False, **rest):
+    """For pages that hold a multiple of 64 tokens, keys of 64, 128, 192 or 256 numbers, and values of 64, 128
+    or 256."""
+    B, T, H, D = q.shape
+    keys, blocks = keys_of_step(D, values), min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    smem = plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms)
+    results = [(B, T, H, values), (B, H, T)][: 1 + totals]
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in results]
     full = plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS)
     free = plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS)
     return plgpu.kernel(
-        functools.partial(_body, tiles=tiles, blocks=blocks, **rest),
-        out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        functools.partial(_body, tiles=tiles, blocks=blocks, totals=totals, **rest),
+        out_type=tuple(results) if totals else results[0],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=3,
@@ -70,8 +73,8 @@ def _kernel(q: jax.Array, tiles: Tiles, **rest):
         kernel_name="prefill_sm90",  # as profilers show it
         scratch_types={
             "q_smem": plgpu.SMEM((2, QUERIES, D), q.dtype, transforms=transforms),
-            "k_smem": smem,
-            "v_smem": smem,
+            "k_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms),
+            "v_smem": plgpu.SMEM((SLOTS, keys, values), q.dtype, transforms=transforms),
             "q_full": plgpu.Barrier(num_barriers=2),
             "k_full": full,
             "v_full": full,
@@ -86,14 +89,18 @@ def _kernel(q: jax.Array, tiles: Tiles, **rest):
 
 
 prefill_attention = prefill_tiles.attention_by(_kernel, keys_of_step, parts=2)
+prefill_part = prefill_tiles.attention_by(
+    functools.partial(_kernel, totals=True), keys_of_step, parts=2, totals=True
+)
 
 
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, *last_gmem,
     q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
-    tiles, blocks, layout, group, scores,
+    tiles, blocks, totals, layout, group, scores,
 ):  # fmt: skip
-    *sinks_gmem, out_gmem = last_gmem
+    count = len(last_gmem) - 1 - totals
+    sinks_gmem, out_gmem = last_gmem[:count], last_gmem[count:]
     work = Work.share_out(q_gmem.shape, tiles, blocks, steps_gmem)
     keys, values = Slots(k_gmem, k_smem, k_full, k_free), Slots(v_gmem, v_smem, v_full, v_free)
     warpgroup = lax.axis_index("warpgroup")
@@ -177,14 +184,15 @@ class Slots:
 class Queries:
     """A warpgroup's queries: all of them in memory, and its own of an item in shared memory.
 
-    sinks_gmem  of heads; an empty list: there are none
+    sinks_gmem  of heads; none: an empty sequence
+    out_gmem    outputs, and where they are asked for the logarithms of totals
     """
 
     warpgroup: Any
     gmem: Any
     positions_gmem: Any
-    sinks_gmem: list
-    out_gmem: Any
+    sinks_gmem: Sequence
+    out_gmem: Sequence
     smem: Any
     full: Any
 
@@ -254,7 +262,7 @@ def _multiply(
         start, stop = stretches[0][0], stretches[-1][1]
         place = queries.place(work, i)
         position = plgpu.load(queries.positions_gmem.at[place[:2]], layout=rows, optimized=False)
-        carry = prefill_tiles.start_of_sums(queries.gmem.shape[-1], plgpu.Layout.WGMMA)
+        carry = prefill_tiles.start_of_sums(values.smem.shape[-1], plgpu.Layout.WGMMA)
         plgpu.barrier_wait(queries.arrived)
         pl.when(stop > start)(lambda: plgpu.barrier_wait(keys.full.at[lax.rem(before, SLOTS)]))
         before -= start
@@ -267,7 +275,10 @@ def _multiply(
         def _store():
             sink = queries.sinks_gmem[0][place[-1]] if queries.sinks_gmem else None
             out, maximum, total = carry
-            queries.out_gmem[place] = prefill_tiles.results(out, maximum, total, position, sink)
+            queries.out_gmem[0][place] = prefill_tiles.results(out, maximum, total, position, sink)
+            for totals_gmem in queries.out_gmem[1:]:
+                row, tokens, head = place
+                totals_gmem[row, head, tokens] = prefill_tiles.log_total(maximum, total, position)
 
         return before + stop
 

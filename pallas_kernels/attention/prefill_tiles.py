@@ -4,7 +4,7 @@ the online softmax."""
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,27 +62,30 @@ class Tiles(NamedTuple):
         return first_head + (part if self.heads == 2 else 0)
 
 
-def attention_by(make: Callable, step_keys: Callable[[int], int], parts: int) -> Callable[..., jax.Array]:
+def attention_by(
+    make: Callable, step_keys: Callable[[int, int], int], parts: int, totals: bool = False
+) -> Callable[..., Any]:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: PREFILL is itself). Returns float32 [B, T, H, D].
+    (cache_layouts: PREFILL is itself). Returns float32 [B, T, H, V]; values may be less wide than keys.
 
-    make       (queries of whole tiles, tiles, keywords) -> the kernel
-    step_keys  head_dim -> keys that it visits at a time
+    make       (queries of whole tiles, width of values, tiles, keywords) -> the kernel
+    step_keys  widths of keys and values -> keys that it visits at a time
     parts      of a block
+    totals     whether also log2 of each query's sum of 2^(log2(e) score) is returned, float32 [B, T, H]: what
+               it takes to join attention to some keys with attention to others. -inf: it saw none of them
     sinks of the candidate are float32 [H], the layer's, or None.
     """
 
     @functools.partial(jax.jit, static_argnames="scores")
-    def attention(
-        q, k_pages, v_pages, block_table, positions, layer, scores: Scores = PLAIN, sinks=None
-    ) -> jax.Array:
-        (T, H, D), kv_heads = q.shape[1:], k_pages.shape[3]
+    def attention(q, k_pages, v_pages, block_table, positions, layer, scores: Scores = PLAIN, sinks=None):
+        (T, H, D), kv_heads, V = q.shape[1:], k_pages.shape[3], v_pages.shape[-1]
         tiles, layout = Tiles.share_out(q, kv_heads, parts), cache_layouts.recognize(k_pages)
-        q, positions, steps = tiles.prepared(q, positions, step_keys(D), layout, scores)
-        kernel = make(q, tiles, layout=layout, group=H // kv_heads, scores=scores)
+        q, positions, steps = tiles.prepared(q, positions, step_keys(D, V), layout, scores)
+        kernel = make(q, V, tiles, layout=layout, group=H // kv_heads, scores=scores)
         layer = jnp.asarray(layer, jnp.int32).reshape(1)
         rest = () if sinks is None else (sinks * LOG2_E,)
-        return kernel(q, k_pages, v_pages, block_table, positions, steps, layer, *rest)[:, :T]
+        made = kernel(q, k_pages, v_pages, block_table, positions, steps, layer, *rest)
+        return (made[0][:, :T], made[1].swapaxes(1, 2)[:, :T]) if totals else made[:, :T]
 
     return attention
 
@@ -117,6 +120,11 @@ def results(out, maximum, total, position, sink=None):
         total += jnp.exp2(sink - maximum)
     seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0
     return jnp.where(seen, out / lax.broadcast_in_dim(total, out.shape, [0]), 0.0)
+
+
+def log_total(maximum, total, position):
+    """log2 of the sum of 2^score, -inf for padding."""
+    return jnp.where(position >= 0, maximum + jnp.log2(total), -jnp.inf)
 
 
 def capped(products, scores: Scores):

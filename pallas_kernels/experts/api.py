@@ -1,105 +1,12 @@
 """What a layer of experts is made of. Its matrices are stacked [layers, experts, N, K]."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import device, selection
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.experts.groups import by_expert, each, feed_forward
-from pallas_kernels.problems import Route
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
-
-
-def route(
-    probabilities: Float[Array, "*batch E"],
-    used: int,
-    *,
-    normalized: bool,
-    scale: float = 1.0,
-    bias: Float[Array, "E"] | None = None,
-    groups: int = 1,
-    groups_used: int = 1,
-) -> tuple[Float[Array, "*batch used"], Int[Array, "*batch used"]]:
-    """The experts of each token, and what the output of each is multiplied with.
-
-    weights, chosen = the `used` largest of p;  scale * weights / sum(weights) where `normalized`
-
-    probabilities  floating point, of every expert: a softmax, or a sigmoid of each logit
-    bias           added to them for the choice alone (DeepSeek-AI 2024, 2.1.2); None: nothing is
-    groups         of neighbouring experts, as many in each: a token's experts are of its `groups_used` best
-                   groups, by the sum of the two largest values of each
-    Returns float32 weights and int32 indices of experts, in the order of the choice, the largest first. Of
-    equal ones the lower index comes first. A sum below 2^-14 is taken for that, as in llama.cpp.
-    """
-    probabilities = probabilities.astype(jnp.float32)
-    scores = probabilities if bias is None else probabilities + bias
-    if groups > 1:
-        scores = _in_best_groups(scores, groups, groups_used)
-    weights, chosen = jax.lax.top_k(scores, used)
-    if scores is not probabilities:
-        weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
-    if normalized:
-        weights = weights / jnp.maximum(weights.sum(axis=-1, keepdims=True), 2.0**-14)
-    return weights if scale == 1 else scale * weights, chosen.astype(jnp.int32)
-
-
-def _in_best_groups(scores: Float[Array, "*batch E"], groups: int, used: int) -> Float[Array, "*batch E"]:
-    """The same scores, -inf outside of the groups that are used."""
-    by_group = scores.reshape(*scores.shape[:-1], groups, -1)
-    best = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))[0].sum(axis=-1)
-    is_used = jax.nn.one_hot(jax.lax.top_k(best, used)[1], groups, dtype=bool).any(axis=-2)
-    return jnp.where(is_used[..., None], by_group, -jnp.inf).reshape(scores.shape)
-
-
-def route_logits(
-    logits: Float[Array, "*batch E"],
-    positions: Int[Array, "*batch"],
-    used: int,
-    *,
-    kernel: str,
-    gating: Literal["softmax", "sigmoid"] = "softmax",
-    normalized: bool,
-    scale: float = 1.0,
-    bias: Float[Array, "E"] | None = None,
-    groups: int = 1,
-    groups_used: int = 1,
-) -> tuple[Float[Array, "*batch used"], Int[Array, "*batch used"]]:
-    """`route` from a router's logits, on a GPU in one launch where the choice is that of the largest logits.
-
-    weights, chosen = route(p, used, ..),  p = softmax(logits), or the sigmoid of each
-
-    logits     floating point, of every expert
-    positions  int32, of the tokens in their sequences; one at a position below 0 is padding and chooses -1
-    kernel     the name of that which multiplies one row with an expert's matrix (problems.Route)
-    Other arguments and results as for `route`; differentiable in logits.
-    """
-
-    def exactly(logits, positions):
-        p = jax.nn.sigmoid(logits) if gating == "sigmoid" else jax.nn.softmax(logits, axis=-1)
-        rules = {"bias": bias, "groups": groups, "groups_used": groups_used}
-        weights, chosen = route(p, used, normalized=normalized, scale=scale, **rules)
-        return weights, jnp.where(positions[..., None] >= 0, chosen, -1)
-
-    adjusted = bias is not None or groups > 1
-    problem = Route(device.platform(), logits.shape[-1], used, kernel, gating, adjusted)
-    candidate = selection.get(Route, selection.choose(problem))
-    if candidate.run is None:
-        return exactly(logits, positions)
-
-    @jax.custom_jvp
-    def op(logits, positions):
-        return candidate(logits, positions, used, normalized, scale)
-
-    @op.defjvp
-    def derivative(primals, tangents):
-        logits, positions = primals
-        tangent = jax.jvp(lambda logits: exactly(logits, positions), (logits,), tangents[:1])[1]
-        return op(logits, positions), tangent
-
-    return op(logits.astype(jnp.float32), positions)
 
 
 def experts_gated(
@@ -200,24 +107,24 @@ def experts_ffn(
 
 
 def each_matmul(
-    x: Float[Array, "*batch E K"],
+    x: Float[Array, "*batch E W"],
     w: QTensor | LayerStack,
     layer: int | Int[Array, ""] | None = None,
 ) -> Float[Array, "*batch E N"]:
     """A product with each of several matrices, each with an input of its own: those of heads.
 
-    y[..., e, :] = W[layer, e] x[..., e, :]
+    y[..., e, :] = W[layer, e] x[..., e, :K]
 
-    x  floating point [..., E, K]
+    x  floating point [..., E, K or more]: what is more is not read, without a copy where a kernel can
     w  a stack of N x K with two leading axes, layers and matrices; without layer with that of matrices
     Returns float32. Derivatives and vmap as for `matmul`. Raises ValueError where sizes do not fit.
     """
     (part, *_), (n, k) = leaves(w), w.shape
     count = jax.tree.leaves(part.fields)[0].shape[0 if layer is None else 1]
-    if x.shape[-2:] != (count, k):
+    if x.shape[-2] != count or x.shape[-1] < k:
         raise ValueError(
             f"each_matmul: x is {list(x.shape)} but there are {count} matrices of {n} x {k} (N x K); its "
-            f"last axes are {count}, {k}"
+            f"last axes are {count}, {k} or more"
         )
     return each(x, w, layer)
 

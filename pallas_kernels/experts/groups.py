@@ -22,12 +22,14 @@ import numpy as np
 from pallas_kernels import device, selection
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import differentiated, product, same_part
-from pallas_kernels.problems import Experts
+from pallas_kernels.problems import Experts, Matmul
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.selection import Candidate
 
 MOST_ROWS = 256  # of a tile
 STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait for the host in a loop
+GEMMS = {"cublas", "int_prefill_sm90"}  # kernels of Matmul that round activations and weights to float16
+GEMM_ROWS = 129  # the fewest for which matrices of heads are dequantized, and not read for each tile of rows
 
 
 class Tiles(NamedTuple):
@@ -64,26 +66,45 @@ def by_expert(
 
 def each(x: jax.Array, w: Any, layer) -> jax.Array:
     """float32 [*batch, matrices, N]: the product of each matrix with an input of its own, x [*batch,
-    matrices, K]; w is a QTensor or a LayerStack. No pair has to be sorted."""
-    if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, index: each(x, part, index))
+    matrices, K or more]; w is a QTensor or a LayerStack. No pair has to be sorted. For many rows on a GPU one
+    GEMM multiplies all matrices, rounded as matmul/cublas.py rounds others."""
     known = layer if isinstance(layer, int) else None
+    rows = x.size // (x.shape[-1] * x.shape[-2])
 
-    def by(in_one_launch: bool):
-        return lambda x, w, index: _each(in_one_launch, x, w, index if known is None else known)
+    def by_gemm(x, w, index):
+        flat = x.reshape(rows, *x.shape[-2:])[..., : w.shape[1]].astype(jnp.float32)
+        return selection.get(Matmul, "cublas").module.run_each(flat, w, index).reshape(*x.shape[:-1], -1)
 
-    return differentiated(by(True), by(False))(x, w, layer if known is None else None)
+    def apart(in_one_launch: bool):
+        def by_matrix(x, w, index):
+            if isinstance(w, LayerStack):
+                return w.at(index, lambda part, i: _each(in_one_launch, x, part, i))
+            return _each(in_one_launch, x, w, index)
+
+        return by_matrix
+
+    def at_layer(product):
+        return lambda x, w, index: product(x, w, index if known is None else known)
+
+    kernels = {part.products.kernel(rows) for part in leaves(w)}
+    folded = any(part.rotation is not None for part in leaves(w))
+    is_gemm = rows >= GEMM_ROWS and kernels <= GEMMS and not folded
+    product = by_gemm if is_gemm else apart(True)
+    return differentiated(at_layer(product), at_layer(apart(False)))(x, w, layer if known is None else None)
 
 
-def _each(in_one_launch: bool, x, w: QTensor, index) -> jax.Array:
+def _each(in_one_launch: bool, x, w: Any, index) -> jax.Array:
     """`each` of one stack; in_one_launch: where there is a kernel for that."""
+    kernel = _chosen((w,), 1)
+    in_one_launch = in_one_launch and "most_rows" in kernel.offers
+    if not in_one_launch or w.shape[1] % kernel.module.GROUP:
+        x = x[..., : w.shape[1]]
     count = x.shape[-2]
     first, rows = 0, x.reshape(-1, count, x.shape[-1])
     if index is not None:
         w = w.replace(fields=jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), w.fields))
         first = index * count
-    kernel = _chosen((w,), 1)
-    if in_one_launch and "most_rows" in kernel.offers:
+    if in_one_launch:
         tile_rows = min(len(rows), kernel.module.most_rows((w,)))
         tiles = -(-len(rows) // tile_rows)
         # Of numpy, so that they are constants of the program: XLA would make them in launches of their own.

@@ -30,6 +30,14 @@ class Reals(NamedTuple):
     ref: Any
 
 
+class Either(NamedTuple):
+    """The first of two refs where the condition holds, else the second, for `address`."""
+
+    condition: Any
+    first: Any
+    second: Any
+
+
 def load(ref, *indices):
     if isinstance(ref, Reals):
         return as_real(load(ref.ref, *indices))
@@ -125,7 +133,9 @@ def shared_address(ref):
 
 
 def address(ref):
-    """Where a ref of global memory begins, as i64."""
+    """Where a ref of global memory begins, or the chosen one of `Either`, as i64."""
+    if isinstance(ref, Either):
+        return values.select(ref.condition, address(ref.first), address(ref.second))
     return as_value(llvm.ptrtoint(i64(), mosaic.memref_ptr(ref)))
 
 

@@ -18,6 +18,7 @@ from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.prefill import in_two_phases, scaled_to_half
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
+from pallas_kernels.tiles import TILE_ROWS
 
 Weights = Sequence[QTensor | Rows | LayerStack]
 
@@ -49,6 +50,32 @@ def gemm(
 
 
 run = run_stacks = in_two_phases(prologue, gemm)
+
+
+def run_each(x: jax.Array, w: QTensor | LayerStack, layer) -> jax.Array:
+    """float32 [M, matrices, N]: of each matrix the product with inputs of its own, x [M, matrices, K]."""
+    a, scale = scaled_to_half(x)
+    y = jnp.einsum("mek,enk->men", a, each_to_float16(w, layer), preferred_element_type=jnp.float32)
+    return y * scale
+
+
+def each_to_float16(w: QTensor | LayerStack, layer) -> jax.Array:
+    """float16 [matrices, N, K], the weights of a layer, each rounded to nearest, of a stack with two leading
+    axes, layers and matrices; without layer with that of matrices."""
+    n, k = w.shape
+    axis = 0 if layer is None else 1
+
+    def below(part: QTensor) -> QTensor:
+        """One matrix a layer, rows below rows, in whole tiles."""
+        rows = -(-n // TILE_ROWS) * TILE_ROWS if part.tiled else n
+        join = lambda field: field.reshape(*field.shape[:axis], -1, *field.shape[axis + 2 :])  # noqa: E731
+        count = jax.tree.leaves(part.fields)[0].shape[axis]
+        return part.replace(fields=jax.tree.map(join, part.fields), shape=(count * rows, k))
+
+    joined = jax.tree.map(below, w, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    rows = joined.shape[0]
+    matrices = jax.tree.leaves(leaves(w)[0].fields)[0].shape[axis]
+    return to_float16((joined,), layer).reshape(matrices, rows // matrices, k)[:, :n]
 
 
 def to_float16(weights: Weights, layer) -> jax.Array:

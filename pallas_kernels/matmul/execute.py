@@ -3,6 +3,7 @@ and a rule for vmap, which kernels lack."""
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,9 +44,7 @@ def product(
     return op(x, gamma, residual, weights, index)
 
 
-def differentiated(
-    op: Callable[..., jax.Array], exactly: Callable[..., jax.Array]
-) -> Callable[..., jax.Array]:
+def differentiated(op: Callable[..., Any], exactly: Callable[..., Any]) -> Callable[..., Any]:
     """op(*arrays, weights, indices) with the derivatives of `exactly`, which is called with the same."""
     op = jax.custom_jvp(op)
 
@@ -66,7 +65,7 @@ def differentiated(
 
         y = op(*primals)
         if not moving:
-            return y, jnp.zeros_like(y)
+            return y, jax.tree.map(jnp.zeros_like, y)
         return y, jax.jvp(exact, ([varied[i] for i in moving],), ([flat[i] for i in moving],))[1]
 
     return op

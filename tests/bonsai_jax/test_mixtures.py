@@ -16,9 +16,11 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from bonsai_jax.network import params as network_params
+from bonsai_jax.network.kinds import experts as kinds_experts
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from pallas_kernels.experts import routed
 from tests.agreement import agreement, padded_logits
 from tests.bonsai_jax.test_oracle import answers, as_file
 from tests.bonsai_jax.tiny_files import comparable
@@ -256,3 +258,23 @@ def test_what_the_metadata_says_wrong_is_named(name, key, value, says):
     file = checkpoint(name)
     with pytest.raises((CheckpointError, NotImplementedError), match=says):
         architectures.config_of(dataclasses.replace(file, metadata=dict(file.metadata) | {key: value}))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen35moe", "tiny-glm4moe", "tiny-deepseek2", "tiny-maple"])
+def test_two_launches_are_given_what_the_layer_is(name, monkeypatch):
+    """Rules, biases, the shared expert and padding: what `routed_ffn` is to compute, by its reference."""
+    model = bj.load(f"synth:{name}:f16", bj.RunConfig(impl="reference"))
+    tokens, lengths = np.arange(20).reshape(2, 10) + 7, np.array([10, 4])
+    forward = lambda: bj.forward(model.params, tokens, lengths, model.config)[0]  # noqa: E731
+    want, calls = jax.jit(lambda: forward())(), []
+
+    def by_reference(op, exactly):
+        calls.append(exactly)
+        return exactly
+
+    monkeypatch.setattr(kinds_experts, "can_route", lambda *_: True)
+    monkeypatch.setattr(routed, "differentiated", by_reference)
+    got = jax.jit(lambda: forward())()
+    assert calls
+    for row, length in enumerate(lengths):
+        np.testing.assert_allclose(got[row, :length], want[row, :length], rtol=1e-4, atol=1e-4)

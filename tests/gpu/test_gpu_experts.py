@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from pallas_kernels import QTensor, experts_ffn, for_device, formats
+from pallas_kernels import LayerStack, QTensor, experts_ffn, for_device, formats, gated, matmul
 from pallas_kernels.activations import swiglu_oai
-from pallas_kernels.experts import route_logits
+from pallas_kernels.experts import Normed, can_route, normed_logits, route_logits, routed_ffn
 from tests.agreement import divergence
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 
@@ -101,6 +101,87 @@ def test_the_choice_is_that_of_a_sort(count, used, tokens):
     harmed = chosen(logits.at[-1].set(np.nan), "int_decode")
     assert np.isnan(harmed[0][-1]).any() and (harmed[1][-1] >= 0).all() and (harmed[1][-1] < count).all()
     np.testing.assert_array_equal(harmed[1][:-1], want[:-1])
+
+
+RULES = [  # experts, used, tokens; rules
+    (64, 4, 1, {"gating": "sigmoid", "normalized": True, "scale": 1.8}),
+    (256, 8, 70, {"gating": "sigmoid", "normalized": True, "scale": 2.5, "groups": 8, "groups_used": 4}),
+    (160, 6, 3, {"gating": "softmax", "normalized": False, "scale": 16.0}),
+]
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("case", RULES, ids=str)
+def test_the_choice_by_other_rules(case, biased):
+    count, used, tokens, rules = case
+    rng = np.random.default_rng(count)
+    logits = jnp.asarray(3 * rng.standard_normal((tokens, count)), jnp.float32)
+    bias = jnp.asarray(rng.standard_normal(count), jnp.float32) if biased else None
+    positions = jnp.arange(tokens).at[2:3].set(-1)
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def chosen(logits, bias, kernel):
+        return route_logits(logits, positions, used, kernel=kernel, bias=bias, **rules)
+
+    weights, experts = chosen(logits, bias, "int_decode")
+    want_weights, want = chosen(logits, bias, "reference")
+    np.testing.assert_array_equal(experts, want)
+    np.testing.assert_allclose(weights, want_weights, rtol=2e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize(("count", "hidden", "format"), [(256, 2048, "f32"), (65, 2880, "bf16")])
+def test_logits_of_a_router(count, hidden, format, tokens):
+    rng = np.random.default_rng(tokens)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    fields = formats.get(format).quantize(draw(3, count, hidden, 1) * hidden**-0.5)
+    w = LayerStack((QTensor(fields, format, (count, hidden)),), tuple((0, i) for i in range(3)))
+    norms, bias, row = 1 + draw(3, hidden) / 8, draw(3, count), draw(3, hidden) * hidden**-0.5
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def logits(x, norms, w, bias, row, kernel):
+        return normed_logits(x, norms, w, 1, eps=1e-6, kernel=kernel, bias=bias, row=row)
+
+    x = 4 * draw(tokens, 1, hidden)
+    got, want = (logits(x, norms, w, bias, row, kernel) for kernel in ("int_decode", "reference"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, want)
+
+
+@pytest.mark.parametrize(("tokens", "with_shared"), [(1, True), (4, True), (1, False), (15, False)])
+@pytest.mark.parametrize("format", ["q4_k", "q6_k", "q8_0"])
+def test_choice_and_products_in_two_launches(format, tokens, with_shared):
+    """Against the reference's choice and products, one by one; a token of padding."""
+    blocks = [stack(format, FFN, HIDDEN, 0), stack(format, FFN, HIDDEN, 1), stack(format, HIDDEN, FFN, 2)]
+    alone = [jax.tree.map(lambda field: field[:, 5], w) for w in blocks]
+    where = tuple((0, layer) for layer in range(LAYERS))
+
+    def layers(weights, impl="auto"):
+        tiled = [for_device(w, matrices=2 if i < 2 else 1, bits=16, impl=impl) for i, w in enumerate(weights)]
+        return tuple(LayerStack((w,), where) for w in tiled)
+
+    rng = np.random.default_rng(tokens)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((tokens, 1, *shape)), jnp.float32)  # noqa: E731
+    made, bias = Normed(draw(HIDDEN), draw(EXPERTS), draw()), jnp.linspace(-1, 1, EXPERTS)
+    positions = jnp.arange(tokens)[:, None].at[2:3].set(-1)
+    rules = {"gating": "sigmoid", "normalized": True, "scale": 2.0}
+    biases = jnp.stack([-bias, bias])
+    stacks, shared = layers(blocks), layers(alone) if with_shared else None
+    assert can_route(stacks, shared, 1, tokens, USED)
+    got = jax.jit(lambda *given: routed_ffn(*given, 1, USED, biases=biases, **rules))(
+        made, positions, stacks, shared
+    )
+
+    @jax.jit
+    def reference(made, stacks, alone):
+        chosen = route_logits(made.logits, positions, USED, kernel="reference", bias=bias, **rules)
+        y = experts_ffn(made.normed, *stacks, *chosen[::-1], 1)
+        if not with_shared:
+            return y
+        beside = matmul(gated(made.normed, alone[0], alone[1], 1), alone[2], 1)
+        return y + jnp.where(positions >= 0, jax.nn.sigmoid(made.row), 0.0)[..., None] * beside
+
+    want = reference(made, layers(blocks, "reference"), layers(alone, "reference"))
+    assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("format", ["q4_k_m", "q8_0"])

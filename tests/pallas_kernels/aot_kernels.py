@@ -14,8 +14,11 @@ from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.delta import chunks, step
-from pallas_kernels.experts import grouped, router
+from pallas_kernels.experts import choice as choices
+from pallas_kernels.experts import grouped, router_logits
 from pallas_kernels.experts import int_experts as int_experts
+from pallas_kernels.latent import empty_latent_workspace
+from pallas_kernels.latent.decode import latent_decode
 from pallas_kernels.matmul.bit_mma.decode import bit_decode
 from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
 from pallas_kernels.matmul.bit_mma.decode_ring import Ring
@@ -137,13 +140,27 @@ def seen_pages(layout, window=None):
     )
 
 
-def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN, sinks=False):
+def many_queries(
+    kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN, sinks=False, values=None
+):
     i32, pages = jnp.int32, 40
-    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    caches = [pages_of(layout, 4, pages, 64, kv_heads, width) for width in (head_dim, values or head_dim)]
     return lambda *arrays: kernel(*arrays[:-1], scores=scores, sinks=arrays[-1]), (
-        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
+        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), *caches,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
         jax.ShapeDtypeStruct((), i32), jax.ShapeDtypeStruct((heads,), jnp.float32) if sinks else None,
+    )  # fmt: skip
+
+
+def latent(heads, pages, rows=1, layout="float16", nope=192):
+    """A decode step's latent attention, of 512 numbers and 64 that turn."""
+    real = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+    number = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+    cache = pages_of(layout, 4, rows * pages, 64, 1, 576)
+    workspace = jax.eval_shape(lambda: empty_latent_workspace(rows, heads, cache, jnp.zeros((rows, pages))))
+    return functools.partial(latent_decode, interleaved=True, eps=1e-6, scale=0.1), (
+        real(rows, heads, 512), real(rows, heads, nope + 64), real(rows, 768 + 576), cache,
+        number(rows, pages), number(rows), number(), (real(rows, 32),) * 2, real(4, 512), workspace,
     )  # fmt: skip
 
 
@@ -288,22 +305,46 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
     )  # fmt: skip
 
 
-def experts(format, n, k, matrices, tiles, rows):
-    """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
+def experts(format, n, k, matrices, tiles, rows, shared=False):
+    """Products by expert as Qwen3-30B-A3B has them, of so many tiles; shared: one more expert, in stacks
+    of its own."""
     arguments = (
         jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
         (tiles_of(format, n, k, 48 * 128),) * matrices,
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
+        (jax.ShapeDtypeStruct((1,), jnp.int32),) * (1 + shared),
+        (tiles_of(format, n, k, 48),) * matrices if shared else None,
     )
     return functools.partial(int_experts.int_experts, count=128, format=format), arguments
 
 
-def choice_of_experts(count, used, tokens):
-    logits = jax.ShapeDtypeStruct((tokens, count), jnp.float32)
-    positions = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-    return functools.partial(router.route, experts=router.Experts(count, used, True)), (logits, positions)
+def choosing_experts(format, n, k, tokens):
+    """Gate and up of Qwen3.6-35B-A3B, with the shared expert."""
+    fields = (tiles_of(format, n, k, 40 * 256),) * 2
+    x, place = jax.ShapeDtypeStruct((tokens, k), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    choice = choices.Choice(choices.Experts(256, 8, True), with_shared=True)
+    (given,) = choice_of_experts(256, 8, tokens, with_shared=True)[1]
+    f = functools.partial(int_experts.choosing_experts, choice=choice, format=format)
+    return f, (x, fields, given, (place, place), (tiles_of(format, n, k, 40),) * 2)
+
+
+def choice_of_experts(count, used, tokens, rules=choices.PLAIN, biased=False, with_shared=False):
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    choice = choices.Choice(choices.Experts(count, used, True), rules, with_shared)
+    biases = (vector(40, count), vector(1, dtype=jnp.int32)) if biased else (None, None)
+    shared = vector(tokens) if with_shared else None
+    given = choices.Logits(vector(tokens, count), vector(tokens, dtype=jnp.int32), *biases, shared)
+    return functools.partial(choices.route, choice=choice), (given,)
+
+
+def logits_of_router(count, hidden, tokens, dtype=jnp.float32, biased=False):
+    """With a shared expert's row."""
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    return functools.partial(router_logits.router_logits, eps=1e-6), (
+        vector(tokens, hidden), vector(40, hidden), vector(40, count, hidden, dtype=dtype),
+        vector(40, count) if biased else None, vector(40, hidden), (vector(1, dtype=jnp.int32),) * 2,
+    )  # fmt: skip
 
 
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):

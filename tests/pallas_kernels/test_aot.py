@@ -4,24 +4,29 @@ import functools
 import os
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import GELU, GELU_TANH, cache_layouts, formats
 from pallas_kernels.attention.prefill_sm80 import mma_attention
-from pallas_kernels.attention.prefill_sm90 import prefill_attention
+from pallas_kernels.attention.prefill_sm90 import prefill_attention, prefill_part
 from pallas_kernels.attention.scores import Scores
+from pallas_kernels.experts.choice import Rules
 from pallas_kernels.matmul.bit_mma.activations import activations_int8
 from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target
 from tests.pallas_kernels.aot_kernels import (
     attention,
     choice_of_experts,
+    choosing_experts,
     delta_chunks,
     delta_step,
     dequantized,
     experts,
     experts_of_prefill,
     integers,
+    latent,
+    logits_of_router,
     many_queries,
     many_rows,
     many_rows_of_integers,
@@ -70,8 +75,15 @@ HOT = {
     "tq1_0 down": lambda: integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: dequantized(("q4_k", "q4_k"), 12288, 4096),
     "choice of 8 of 256 experts": lambda: choice_of_experts(256, 8, 8),
+    "choice of 8 of 256 experts in groups": lambda: choice_of_experts(
+        256, 8, 4, Rules("sigmoid", 2.5, 8, 4), biased=True, with_shared=True
+    ),
+    "router of 256 experts": lambda: logits_of_router(256, 2048, 1),
+    "router of 512 experts, 16 rows, bfloat16": lambda: logits_of_router(512, 7168, 16, jnp.bfloat16, True),
     "choice of 4 of 32 experts": lambda: choice_of_experts(32, 4, 2048),
     "experts: q4_k gate and up": lambda: experts("q4_k", 768, 2048, 2, 8, 1),
+    "experts: choice, q4_k gate and up": lambda: choosing_experts("q4_k", 512, 2048, 1),
+    "experts: q6_k down and a shared one": lambda: experts("q6_k", 2048, 768, 1, 9, 1, shared=True),
     "experts: q6_k down": lambda: experts("q6_k", 2048, 768, 1, 8, 1),
     "experts: q4_k gate and up, 512 tokens": lambda: experts("q4_k", 768, 2048, 2, 384, 16),
     "experts: q6_k down, 512 tokens": lambda: experts("q6_k", 2048, 768, 1, 384, 16),
@@ -101,6 +113,8 @@ HOT = {
     "down, 8 rows": lambda: product(4096, 12288, 1, 8),
     "attention": lambda: attention(32, 8, 128, True),
     "attention, 64 wide": lambda: attention(14, 2, 64, False),
+    "latent attention": lambda: latent(20, 40),
+    "latent attention, 128 heads": lambda: latent(128, 64, rows=2, layout="bfloat16", nope=128),
 }
 # By instructions that only Hopper has.
 HOT_ON_HOPPER = {
@@ -161,6 +175,8 @@ HOT_ON_HOPPER = {
     "experts of 512 tokens": lambda: experts_of_prefill("q4_k", 512),
     "experts of 2048 tokens, q6_k": lambda: experts_of_prefill("q6_k", 2048),
     "experts of 8192 tokens": lambda: experts_of_prefill("q4_k", 8192),
+    "many queries of GLM-4.7-Flash": lambda: many_queries(prefill_part, 20, 20, 256, 2048, "float16"),
+    "many queries of DeepSeek": lambda: many_queries(prefill_part, 16, 16, 192, 2048, "float16", values=128),
     "many queries of 256": lambda: many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),

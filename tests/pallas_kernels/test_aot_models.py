@@ -218,17 +218,25 @@ def test_experts_are_read_in_place(monkeypatch):
 
 
 def test_latent_attention_is_straight_code_and_copies_no_rows(monkeypatch):
-    """Layers of GLM-4.7-Flash: a step gathers all rows at once, and heads' matrices are multiplied in one
-    launch each."""
+    """Layers of GLM-4.7-Flash: a step's latent attention is a launch, with one before it and one after it for
+    all matrices of heads."""
     layers = 2
     few = dataclasses.replace(synth.MODELS["glm-4.7-flash"], layers=layers, vocab=2048, specials=2000)
     monkeypatch.setitem(synth.MODELS, "few-glm", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-glm:q4_k_m")
+        (latent,) = state.cache.states["latent_attention"]
+        assert (latent.impl, latent.prefill_impl) == ("latent_gemms", "latent_prefill")
+        latent = latent.replace(impl="latent_decode")  # as impl="pallas" has it
+        state = state.replace(cache=state.cache.with_state("latent_attention", 0, latent))
         step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
-    (latent,) = state.cache.states["latent_attention"]
+        tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        prefill = compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
+        )
+    assert "int_experts" not in prefill.as_text() and " while(" not in prefill.as_text()
     print(bytes_of("GLM-4.7-Flash", step.memory_analysis()))
-    assert latent.impl == "latent_gemms" and " while(" not in step.as_text()
+    assert " while(" not in step.as_text()
     assert step.as_text().count('custom_call_target="mosaic_gpu') < 11 * layers
     assert step.memory_analysis().alias_size_in_bytes >= latent.k.size * 2
     assert step.memory_analysis().temp_size_in_bytes < 8e6

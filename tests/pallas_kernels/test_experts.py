@@ -226,15 +226,17 @@ def test_each_matrix_has_an_input_of_its_own(known):
         each_matmul(x[0, :, 1:], w, 1)
 
 
+@pytest.mark.parametrize("more", [0, 64, 96])
 @pytest.mark.parametrize("rows", [1, 20])
-def test_each_matrix_in_one_launch(rows):
-    """In lockstep, in tiles of up to 16 rows; columns are no whole tile."""
+def test_each_matrix_in_one_launch(rows, more):
+    """In lockstep, in tiles of up to 16 rows; columns are no whole tile, and behind them may be others."""
     w = drawn("q8_0", (2, EXPERTS, 32, 192), 3)
     x = (np.random.default_rng(rows).integers(-127, 128, (rows, EXPERTS, 192)) / 64).astype(np.float32)
     x[..., ::16] = 127 / 64  # the largest of every group: 8 bits hold all
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=20)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         tiled = w.tiled.replace(products=Products(((None, "int_decode"),), tiled=True))
-        got = np.asarray(each(x, tiled, 1))
+        behind = np.full((rows, EXPERTS, more), 1e3, np.float32)
+        got = np.asarray(each(np.concatenate([x, behind], axis=-1), tiled, 1))
     expected = np.einsum("enk,rek->ren", w.dense[1].astype(np.float64), x)
     assert np.linalg.norm(got - expected) < 1e-5 * np.linalg.norm(expected)

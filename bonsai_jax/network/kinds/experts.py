@@ -41,7 +41,14 @@ from pallas_kernels import (
     serializable,
 )
 from pallas_kernels.activations import SILU, Activation
-from pallas_kernels.experts import route_logits
+from pallas_kernels.experts import (
+    Normed,
+    can_route,
+    normed_logits,
+    route_logits,
+    routed_ffn,
+)
+from pallas_kernels.experts.routing import dot
 from pallas_kernels.qtensor import leaves
 
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
@@ -197,41 +204,80 @@ class Weights(struct.PyTreeNode):
 def block(x: Float[Array, "B T H"], place: Place, state: None, workspace):
     """A mixture of experts and its residual: x; no state, and the workspace as it is."""
     w, read, rounded = place.weights, place.read(x), rounds(x, place.weights.down)
-    n = place.norm(read, w.norm)
-    routed = n if w.router_norm is None else place.norm(read, w.router_norm) * x.shape[-1] ** -0.5
-    y = _chosen_experts(place, n, routed)
+    made = _normed(place, read)
+    if _in_two_launches(place, x):
+        return add(x, _routed(place, made), rounded, place, "mlp"), state, workspace
+    y = _chosen_experts(place, made)
     if w.shared_norm is not None:
-        beside = _shared_expert(place, place.norm(read, w.shared_norm), jnp.zeros_like(y))
+        beside = _shared_expert(place, place.norm(read, w.shared_norm), made.row, jnp.zeros_like(y))
         y = place.norm(summed(y, rounded, place), w.chosen_post_norm)
         y = y + place.norm(summed(beside, rounded, place), w.shared_post_norm)
         return add_whole(x, y, place, "mlp", w.post_norm), state, workspace
     if w.shared_up is not None:
-        y = _shared_expert(place, n, y)
+        y = _shared_expert(place, made.normed, made.row, y)
     return add(x, y, rounded, place, "mlp"), state, workspace
 
 
-def _chosen_experts(
-    place: Place, n: Float[Array, "B T H"], routed: Float[Array, "B T H"]
-) -> Float[Array, "B T H"]:
-    """What each token's experts make of n, those that this device has; routed: what the router reads."""
-    w, sizes, layer = place.weights, place.settings, place.index
+def _normed(place: Place, read: Float[Array, "B T H"]) -> Normed:
+    """The norm of the experts' input, the router's logits, and that of the shared expert's sigmoid."""
+    w, layer, eps = place.weights, place.index, place.eps
+    if w.router_norm is None and not place.layer_norm:
+        rows = {"bias": w.router_bias, "row": w.shared_router}
+        return normed_logits(read, w.norm, w.router, layer, eps=eps, kernel=_kernel(w), **rows)
+    n = place.norm(read, w.norm)
+    routed = n if w.router_norm is None else place.norm(read, w.router_norm) * read.shape[-1] ** -0.5
     logits = matmul(routed, w.router, layer)
     logits = logits if w.router_bias is None else logits + w.router_bias[layer]
-    rules: dict[str, Any] = {
-        "normalized": sizes.normalized, "scale": sizes.scale, "groups": sizes.groups,
-        "groups_used": sizes.groups_used, "bias": None if w.choice_bias is None else w.choice_bias[layer],
-    }  # fmt: skip
+    return Normed(n, logits, None if w.shared_router is None else dot(n, w.shared_router[layer]))
+
+
+def _kernel(w: Weights) -> str:
+    """That which multiplies one row with an expert's matrix."""
+    return leaves(w.down)[0].products.kernel(1)
+
+
+def _rules(sizes: Experts) -> dict[str, Any]:
+    """Of `route`."""
+    names = "normalized", "scale", "groups", "groups_used"
+    return {name: getattr(sizes, name) for name in names}
+
+
+def _shared(w: Weights) -> tuple[LayerStack | None, ...] | None:
+    return None if w.shared_up is None else (w.shared_gate, w.shared_up, w.shared_down)
+
+
+def _in_two_launches(place: Place, x: Float[Array, "B T H"]) -> bool:
+    """Whether few tokens' experts, with the shared one, run by `routed_ffn`."""
+    w, sizes = place.weights, place.settings
+    apart = (w.shared_norm, w.gate_bias, w.down_scale, place.axis)
+    if any(part is not None for part in apart) or not place.taps.keys() <= {"mlp"}:
+        return False
+    tokens = x.size // x.shape[-1]
+    return can_route((w.gate, w.up, w.down), _shared(w), place.index, tokens, sizes.used, sizes.groups)
+
+
+def _routed(place: Place, made: Normed) -> Float[Array, "B T H"]:
+    w, sizes = place.weights, place.settings
+    stacks = w.gate, w.up, w.down
+    return routed_ffn(
+        made, place.positions, stacks, _shared(w), place.index, sizes.used, biases=w.choice_bias,
+        activation=sizes.activation, gating=sizes.gating, **_rules(sizes),
+    )  # fmt: skip
+
+
+def _chosen_experts(place: Place, made: Normed) -> Float[Array, "B T H"]:
+    """What each token's experts make of it, those that this device has."""
+    w, sizes, layer, n = place.weights, place.settings, place.index, made.normed
+    rules = _rules(sizes) | {"bias": None if w.choice_bias is None else w.choice_bias[layer]}
     if not place.taps.keys().isdisjoint(("router", "experts", "expert_weights")):
         softmax = functools.partial(jax.nn.softmax, axis=-1)
-        probabilities = (jax.nn.sigmoid if sizes.gating == "sigmoid" else softmax)(logits)
+        probabilities = (jax.nn.sigmoid if sizes.gating == "sigmoid" else softmax)(made.logits)
         weights, chosen = route(place.tapped("router", probabilities), sizes.used, **rules)
         chosen = place.tapped("experts", chosen)
         chosen = jnp.where(place.positions[..., None] >= 0, chosen, -1)
     else:
-        kernel, gating = leaves(w.down)[0].products.kernel(1), sizes.gating
-        weights, chosen = route_logits(
-            logits, place.positions, sizes.used, kernel=kernel, gating=gating, **rules
-        )
+        rules |= {"gating": sizes.gating, "kernel": _kernel(w)}
+        weights, chosen = route_logits(made.logits, place.positions, sizes.used, **rules)
     weights = weights if w.down_scale is None else weights * w.down_scale[layer][chosen]
     weights = place.tapped("expert_weights", weights)
     if place.axis is not None:
@@ -249,16 +295,18 @@ def _chosen_experts(
     return experts_matmul(hidden, w.down, chosen, weights, layer, biases and biases[2])
 
 
-def _shared_expert(place: Place, n: Float[Array, "B T H"], y: Float[Array, "B T H"]) -> Float[Array, "B T H"]:
-    """y plus what the shared expert makes of each token, or this device's part of that."""
+def _shared_expert(
+    place: Place, n: Float[Array, "B T H"], logit: Float[Array, "B T"] | None, y: Float[Array, "B T H"]
+) -> Float[Array, "B T H"]:
+    """y plus what the shared expert makes of each token, or this device's part of that; logit: of the sigmoid
+    by which it is multiplied."""
     w, layer = place.weights, place.index
     activation = place.settings.activation
     if w.shared_gate is None:
         hidden = activation(matmul(n, w.shared_up, layer), 1.0)
     else:
         hidden = gated(n, w.shared_gate, w.shared_up, layer, activation=activation)
-    if w.shared_router is not None:
-        logit = jnp.einsum("...h,h->...", n, w.shared_router[layer], precision=jax.lax.Precision.HIGHEST)
+    if logit is not None:
         hidden = jax.nn.sigmoid(logit)[..., None] * hidden
     return matmul(hidden, w.shared_down, layer, residual=y)
 
@@ -279,7 +327,8 @@ def phases(settings: Experts) -> tuple[Product, ...]:
     shared = ("shared_gate", "shared_up", "shared_down")
 
     def shared_expert(place: Place, x: Float[Array, "B T H"]):
-        return _shared_expert(place, x, jnp.zeros_like(x))
+        logit = None if place.weights.shared_router is None else x[..., 0]
+        return _shared_expert(place, x, logit, jnp.zeros_like(x))
 
     return (
         Product("router", ("router",), lambda place, x: matmul(x, place.weights.router, place.index)),

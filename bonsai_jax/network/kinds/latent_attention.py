@@ -6,12 +6,13 @@
     x + W_o o
 
 This is the absorbed form: K_h, which makes a head's key of c, multiplies its query, and V_h, which makes its
-value of c, multiplies the sum of the rows. Keys and values by head, many times as large, are nowhere. Over a
-mesh each device has some of the heads, and all rows.
+value of c, multiplies the sum of the rows. Keys and values by head, many times as large, are nowhere but in
+prefill on Hopper, for the time of a layer (pallas_kernels/latent/prefill.py). Over a mesh each device has
+some of the heads, and all rows.
 """
 
 import dataclasses
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,11 +29,9 @@ from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Fused, Rows, Spec
 from pallas_kernels import (
     LayerStack,
-    apply_rope,
     attend_latent,
     cache_layouts,
     device,
-    each_matmul,
     matmul,
     problems,
     selection,
@@ -123,11 +122,14 @@ class LatentAttention:
         """What the choice of kernels depends on: for one token of each sequence, and for many. `run` must be
         resolved."""
         sizes = (self.num_heads, 1, self.head_dim, run.page_size, str(run.cache_dtype))
-        rest = {"scale": self.scale, "rotated": self.rope_dim, "values": self.kv_rank}
-        return (
-            problems.Attention(device.platform(), "decode", *sizes, **rest),
-            problems.Attention(device.platform(), "prefill", *sizes, **rest),
-        )
+
+        def problem(phase: Literal["decode", "prefill"]) -> problems.Attention:
+            return problems.Attention(
+                device.platform(), phase, *sizes, scale=self.scale, rotated=self.rope_dim,
+                values=self.kv_rank, expanded=(self.query_dim, self.value_dim),
+            )  # fmt: skip
+
+        return problem("decode"), problem("prefill")
 
     def impls(self, run: RunConfig) -> tuple[str, str]:
         """As of Attention."""
@@ -270,59 +272,57 @@ def empty(settings: LatentAttention, layers: int, run: RunConfig, room: Room) ->
 
 
 def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
-    """Latent attention of one layer and its residual: x, the state and the workspace, which is another
-    kind's."""
+    """Latent attention of one layer and its residual: x, the state and the workspace (`attend_latent`)."""
     if place.taps:
         check_taps(place, state.impl if x.shape[-2] == 1 else state.prefill_impl)
-    out, state, workspace = mix(_projections(place, place.read(x)), place, state, workspace)
+    out, state, workspace = _mix(*_projections(place, place.read(x)), place, state, workspace)
     return add_product(x, out, place.weights.o, place, "attention", None), state, workspace
 
 
-def _projections(place: Place, x: Float[Array, "B T H"]) -> Float[Array, "B T width"]:
-    """Queries of all heads, c and the key that turns, side by side."""
+def _projections(
+    place: Place, x: Float[Array, "B T H"]
+) -> tuple[Float[Array, "B T Q"], Float[Array, "B T W"]]:
+    """Queries of all heads, and what ends with c and the key that turns."""
     w, settings = place.weights, place.settings
     latents = joined_product(x, w.latents, place, w.norm)
     if w.q is not None:
-        return jnp.concatenate([matmul(x, w.q, place.index, **place.gamma(w.norm)), latents], axis=-1)
-    a, rest = jnp.split(latents, (settings.q_rank,), axis=-1)
-    q = matmul(a, w.q_b, place.index, **place.gamma(w.q_a_norm))
-    return jnp.concatenate([q, rest], axis=-1)
+        return matmul(x, w.q, place.index, **place.gamma(w.norm)), latents
+    a = latents[..., : settings.q_rank]
+    return matmul(a, w.q_b, place.index, **place.gamma(w.q_a_norm)), latents
 
 
 def mix(made: Float[Array, "B T width"], place: Place, state: State, workspace):
-    """Attention's output before its projection, [B, T, H V], the state and the workspace; made: as
-    `_projections` returns it."""
-    w, settings = place.weights, place.settings
-    lead, rank = made.shape[:-1], settings.kv_rank
-    q, c, k = jnp.split(
-        made, (made.shape[-1] - settings.head_dim, made.shape[-1] - settings.rope_dim), axis=-1
-    )
+    """`_mix` of projections side by side."""
+    width = made.shape[-1] - place.settings.head_dim
+    return _mix(made[..., :width], made[..., width:], place, state, workspace)
+
+
+def _mix(q: Float[Array, "B T Q"], latents: Float[Array, "B T W"], place: Place, state: State, workspace):
+    """Attention's output before its projection, [B, T, H V], the state and the workspace."""
+    w, settings, lead = place.weights, place.settings, q.shape[:-1]
     q = place.tapped("q", q.reshape(*lead, -1, settings.query_dim))
-    still, turning = jnp.split(q, (settings.nope_dim,), axis=-1)
-
-    def turned(x: Float[Array, "B T heads D"]) -> Float[Array, "B T heads D"]:
-        return apply_rope(x, *place.rotations[settings.rope], settings.rope.interleaved)
-
-    q = jnp.concatenate([each_matmul(still, w.k_b, place.index), turned(turning)], axis=-1)
     if (temperature := temperatures(place)) is not None:
         q = q * temperature[..., None, None]
-    c = place.norm(c, w.kv_a_norm)
-    rows = jnp.concatenate([c, turned(k[..., None, :])[..., 0, :]], axis=-1)
-    assert place.block_table is not None
-    out, pages = attend_latent(
-        q, rows, state.k, place.block_table, place.positions, place.index,
-        values=rank, scale=settings.scale, num_keys=place.num_keys, impl=state.impl,
-        prefill_impl=state.prefill_impl, taps=place.taps,
+    assert place.block_table is not None and not place.layer_norm
+    out, pages, workspace = attend_latent(
+        q, latents, w.k_b, w.v_b, state.k, place.block_table, place.positions, place.index,
+        rotation=place.rotations[settings.rope], interleaved=settings.rope.interleaved, norm=w.kv_a_norm,
+        eps=place.eps, scale=settings.scale, num_keys=place.num_keys, impl=state.impl,
+        prefill_impl=state.prefill_impl, workspace=workspace, taps=place.taps,
     )  # fmt: skip
-    out = place.tapped("z", each_matmul(out, w.v_b, place.index))
-    return out.reshape(*lead, -1), state.replace(k=pages), workspace
+    return place.tapped("z", out).reshape(*lead, -1), state.replace(k=pages), workspace
 
 
 def phases(settings: LatentAttention) -> tuple[Product, Mixing, Product]:
     """The parts of `block` that measure/profile.py times; K and V are multiplied within the second."""
     queries = ("q_b",) if settings.q_rank else ("q",)
+
+    def side_by_side(place: Place, x: jax.Array) -> jax.Array:
+        q, latents = _projections(place, x)
+        return jnp.concatenate([q, latents[..., -settings.head_dim :]], axis=-1)
+
     return (
-        Product("q and latents", (*queries, "latents"), lambda place, x: _projections(place, x)),
+        Product("q and latents", (*queries, "latents"), side_by_side),
         Mixing("latent attention", settings.q_width + settings.head_dim, mix),
         output_product("attention output", "o", settings.output_width),
     )

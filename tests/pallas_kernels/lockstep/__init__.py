@@ -24,10 +24,11 @@ import pallas_kernels
 from pallas_kernels.attention import decode
 from pallas_kernels.delta import chunks as delta_chunks
 from pallas_kernels.delta import step as delta_step
+from pallas_kernels.experts import choice, places, router_logits
 from pallas_kernels.experts import int_experts as int_experts
-from pallas_kernels.experts import places, router
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
+from pallas_kernels.latent import decode as latent_decode
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import decode as bit_decode
 from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
@@ -146,8 +147,14 @@ def lockstep(at_a_time: int | None = None):
         (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
-        *((delta_chunks, "delta_chunks"), (int_experts, "int_experts"), (experts_layers, "experts_layers")),
-        *((places, "expert_places"), (router, "route")),
+        *(
+            (delta_chunks, "delta_chunks"),
+            (int_experts, "int_experts"),
+            (int_experts, "choosing_experts"),
+            (experts_layers, "experts_layers"),
+        ),
+        *((places, "expert_places"), (choice, "route"), (router_logits, "router_logits")),
+        (latent_decode, "latent_decode"),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
         if found.name != "pallas_kernels.attention.triton":  # needs its extra, and is no kernel of Mosaic's
