@@ -30,6 +30,7 @@ for _name in ("checkpoints", "pallas_kernels"):
 
 if TYPE_CHECKING:
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+    from bonsai_jax.constraints import Constraint, choice, grammar, json_object, json_schema, regex
     from bonsai_jax.decoding import jitted
     from bonsai_jax.decoding.checks import checked
     from bonsai_jax.decoding.sampling import Logprobs
@@ -65,6 +66,7 @@ _HOMES = {
     "bonsai_jax.engine.answers": ("Output", "Piece"),
     "bonsai_jax.network.cache": ("KVCache",),
     "bonsai_jax.decoding.checks": ("checked",),
+    "bonsai_jax.constraints": ("Constraint", "choice", "grammar", "json_object", "json_schema", "regex"),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
     "bonsai_jax.decoding.steps": (
         *("decode", "extend", "forward", "generate_tokens", "hidden_states", "prefill", "start", "step"),
@@ -107,6 +109,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CheckpointError",
+    "Constraint",
     "Drawn",
     "Engine",
     "Handle",
@@ -124,6 +127,7 @@ __all__ = [
     "Taps",
     "Tokenizer",
     "checked",
+    "choice",
     "compile_ahead",
     "decode",
     "embed",
@@ -133,10 +137,13 @@ __all__ = [
     "from_checkpoint",
     "generate",
     "generate_tokens",
+    "grammar",
     "harvest",
     "hidden_states",
     "iter_logits",
     "jitted",
+    "json_object",
+    "json_schema",
     "load",
     "load_state",
     "logits",
@@ -145,6 +152,7 @@ __all__ = [
     "new_state",
     "over_mesh",
     "prefill",
+    "regex",
     "save_state",
     "score",
     "start",

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.decoding.sampling import bias_width
@@ -22,6 +23,8 @@ from bonsai_jax.engine.prompts import (
     answer_options,
     check_room,
     checked_sampling,
+    compiled_constraint,
+    each_constraint,
     each_prompt,
     each_sampling,
     encode,
@@ -39,6 +42,8 @@ from bonsai_jax.research import answers
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
+# A prompt, how its answer is drawn, what it must match, and what takes its pieces.
+Request = tuple[Ids, SamplingParams, Constraint | None, Callable[[Any], None]]
 FEW_ROWS = 8
 STREAM_WAIT_S = 0.1  # most seconds between two pieces of `stream`, if a step takes less
 
@@ -56,6 +61,7 @@ def generate(
     taps: Taps | None = None,
     read: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
+    constraint: Constraint | Sequence[Constraint | None] | None = None,
     progress: Progress = False,
 ) -> list[Output]:
     """Answer prompts, up to `model.run.batch_size` at once (on each device that the mesh gives rows to). When
@@ -82,16 +88,18 @@ def generate(
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
     Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
-    where no token can be drawn, because logits are NaN or infinite or every token is banned;
-    NotImplementedError for a `speculate` that has no file in proposers/.
+    where no token can be drawn, because logits are NaN or infinite or every token is banned, and for a
+    constraint that cannot be compiled; NotImplementedError for a `speculate` that has no file in proposers/,
+    and for `speculate` with a constraint.
     """
     check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
+    constraints = each_constraint(model, constraint, len(ids), speculate)
     pieces: list[list[Any]] = [[] for _ in ids]
-    requests = list(zip(ids, per_row, [_taking(parts) for parts in pieces], strict=True))
+    requests = list(zip(ids, per_row, constraints, [_taking(parts) for parts in pieces], strict=True))
     if read is not None:
         answers.check_read(read, model.config.num_layers, ids)
     if not ids:
@@ -120,6 +128,7 @@ def stream(
     speculate: str | None = None,
     taps: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
+    constraint: Constraint | None = None,
 ) -> Iterator[Piece]:
     """Answer one prompt, piece by piece, while the device runs the next steps. Arguments and errors as for
     `generate`.
@@ -131,7 +140,8 @@ def stream(
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    request = ids, checked_sampling(sampling), _taking(pieces)
+    compiled = compiled_constraint(model, constraint, speculate)
+    request = ids, checked_sampling(sampling), compiled, _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
@@ -152,6 +162,7 @@ def compile_ahead(
     speculate: str | None = None,
     taps: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
+    constraint: Constraint | Sequence[Constraint | None] | None = None,
 ) -> None:
     """Begin to compile, in other threads, what `generate` or `stream` with these arguments runs first, and
     return at once. On a GPU that can be done while weights are read:
@@ -166,10 +177,9 @@ def compile_ahead(
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, (), False) | {"logprobs": options["logprobs"]}
-    requests = [
-        (prompt, params, _taking([]))
-        for prompt, params in zip(ids, each_sampling(sampling, len(ids)), strict=True)
-    ]
+    constraints = each_constraint(model, constraint, len(ids), speculate)
+    per_row = each_sampling(sampling, len(ids))
+    requests = [(*each, _taking([])) for each in zip(ids, per_row, constraints, strict=True)]
     if not requests:
         return
     _asked(model.shapes(), requests, how, **options).compile_first()
@@ -189,7 +199,7 @@ def _taking(pieces: Any) -> Callable[[Any], None]:
 @contextlib.contextmanager
 def _loop(
     model: Model,
-    requests: Sequence[tuple[Ids, SamplingParams, Callable[[Any], None]]],
+    requests: Sequence[Request],
     how: dict[str, Any],
     **options: Any,
 ) -> Iterator[Loop]:
@@ -203,13 +213,13 @@ def _loop(
 
 def _asked(
     model: Model,
-    requests: Sequence[tuple[Ids, SamplingParams, Callable[[Any], None]]],
+    requests: Sequence[Request],
     how: dict[str, Any],
     **options: Any,
 ) -> Loop:
-    """A loop that has all these requests, (prompt, sampling, on_piece), and room for them; its decode program
-    will be compiled beside its first prefill. how: arguments of Loop.ask; options: of Options."""
-    ids = [prompt for prompt, _, _ in requests]
+    """A loop that has all these requests, and room for them; its decode programs will be compiled beside its
+    first prefill. how: arguments of Loop.ask; options: of Options."""
+    ids = [prompt for prompt, *_ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
     run = model.run
@@ -217,12 +227,12 @@ def _asked(
     room = _pool_rows(model, each)
     rows = next((n for n in row_sizes(room) if n >= each), room)
     pages = _pool_pages(model, room, [len(prompt) + how["max_new_tokens"] for prompt in ids])
-    biases = bias_width([params for _, params, _ in requests])
+    biases = bias_width([params for _, params, *_ in requests])
     loop = Loop(model, Options(room, pages, run.context, biases=biases, **options))
     try:
-        for prompt, params, on_piece in requests:
-            loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
-        if how["max_new_tokens"] > 1:
+        for prompt, params, constraint, on_piece in requests:
+            loop.add(loop.ask(prompt, params, constraint=constraint, on_piece=on_piece, **how))
+        if loop.answers and (how["max_new_tokens"] > 1 or loop.scheduler.constrained):
             loop.prepare(rows)
     except BaseException:
         loop.close()

@@ -1,5 +1,6 @@
 """Answers to lines, by an Engine in this process."""
 
+import asyncio
 import dataclasses
 from typing import Any
 
@@ -49,7 +50,13 @@ class Answers:
         if isinstance(request, FieldError):
             return failed(line, request)
         try:
-            each = submissions(request, model, self._defaults(line.number))
+            asked = request, model, self._defaults(line.number)
+            # To compile a constraint may take a second, in which other lines go on.
+            each = (
+                await asyncio.to_thread(submissions, *asked)
+                if request.is_constrained
+                else submissions(*asked)
+            )
             handles = [submitted(self.engine, request, one) for one in each]
         except FieldError as error:
             return failed(line, error)

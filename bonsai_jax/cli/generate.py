@@ -56,6 +56,7 @@ def command(
     speculate: options.Speculate = None,
     as_json: options.Json = False,
     answers: options.AnswerOptions,
+    constraints: options.ConstraintOptions,
     sampling: options.SamplingOptions,
     run: options.RunOptions,
     devices: options.DeviceOptions,
@@ -76,7 +77,7 @@ def command(
     if answers.think is not None and not chat:
         raise typer.BadParameter("--think and --no-think need --chat")
     prompts = _prompts(prompt, prompt_option, file, lines)
-    params = sampling.params()
+    params, constraint = sampling.params(), constraints.constraint()
 
     began = time.perf_counter()
     config = run.config(
@@ -93,7 +94,8 @@ def command(
         encoded = [encode(prompt) for prompt in prompts]
         longest = max(1, loaded.run.context - max(map(len, encoded)))
         most = max_new_tokens if max_new_tokens >= 0 else longest
-        return encoded, {"max_new_tokens": most, "sampling": params, "speculate": speculate}
+        how = {"max_new_tokens": most, "sampling": params, "speculate": speculate}
+        return encoded, how | {"constraint": constraint}
 
     def compile_for(shapes: "Model") -> None:
         from bonsai_jax import compile_ahead

@@ -5,6 +5,7 @@ are those of the library."""
 import dataclasses
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from bonsai_jax import Model, RunConfig, SamplingParams
+    from bonsai_jax import Constraint, Model, RunConfig, SamplingParams
     from checkpoints import Checkpoint
 
 
@@ -318,6 +319,46 @@ class AnswerOptions:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Do not stop at the model's end tokens.")
     ] = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstraintOptions:
+    """What an answer must match."""
+
+    json_schema: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Answer in JSON that matches the schema in this file; -: standard input."
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Answer with a text that matches this expression as a whole."),
+    ] = None
+    grammar: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Answer as the grammar in this file says, in Lark's syntax or GBNF."
+        ),
+    ] = None
+    choice: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Answer with this text, or another one that is given likewise."),
+    ] = None
+
+    def constraint(self) -> "Constraint | None":
+        """The constraint; None: an answer may be anything."""
+        from bonsai_jax import constraints
+        from bonsai_jax.cli import text
+
+        given = [(name, value) for name, value in vars(self).items() if value]
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name, _ in given)
+            raise typer.BadParameter(f"{names}: give one of them")
+        if not given:
+            return None
+        ((name, value),) = given
+        return getattr(constraints, name)(text.read(value) if isinstance(value, Path) else value)
 
 
 def template_variables(think: bool | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
 from bonsai_jax.network.cache import KVCache
@@ -42,6 +42,8 @@ class State(struct.PyTreeNode):
     stop_ids    int32 [B, S], tokens that end a row, padded with -1
     sampler     each row's sampling parameters, key and token counts
     speculation  what `decode` proposes tokens from; None: it does not speculate
+    hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
+                are two programs (engine/split_rows.py); else None
     """
 
     cache: KVCache
@@ -50,6 +52,7 @@ class State(struct.PyTreeNode):
     stop_ids: Int[Array, "B S"]
     sampler: Sampler
     speculation: Speculation | None = None
+    hidden: Float[Array, "B H"] | None = None
 
 
 class Drawn(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
 from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, RunConfig
@@ -86,11 +86,8 @@ def prefill(
             noted = speculation.note(state.speculation, tokens, state.cache.lengths, valid)
             state = state.replace(speculation=noted)
 
-    def forward(state, tokens, positions):
-        return _read(params, state, tokens, positions, config, taps)
-
-    hidden, state = _in_chunks(forward, state, state.cache, tokens, lengths, config)
-    return _draw(params, state, hidden, config, logits_processor, logprobs)
+    hidden, state = read_chunk(params, state, tokens, lengths, config, taps)
+    return draw(params, state, hidden, config, logits_processor, logprobs)
 
 
 @over_mesh(DRAWN)
@@ -116,13 +113,8 @@ def step(
     Raises TypeError for params of another kind.
     """
     check_options(state, config, taps, logits_processor, logprobs)
-    running = state.remaining > 0
-    full = state.cache.lengths >= state.cache.capacity
-    check(~jnp.any(running & full), "step: a row's cache is full; make the state with a larger context")
-    positions = jnp.where(running, state.cache.lengths, -1)[:, None]  # [B, 1]
-    tokens = jnp.maximum(state.tokens, 0)[:, None]
-    hidden, state = _read(params, state, tokens, positions, config, taps)
-    return _draw(params, state, hidden[:, 0], config, logits_processor, logprobs)
+    hidden, state = read_newest(params, state, config, taps)
+    return draw(params, state, hidden, config, logits_processor, logprobs)
 
 
 @over_mesh(DRAWN)
@@ -335,6 +327,37 @@ def read(
     return _in_chunks(forward, cache, cache, tokens, lengths, config)
 
 
+def read_chunk(
+    params: Params,
+    state: State,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    taps: Taps | None = None,
+) -> tuple[Float[Array, "B H"], State]:
+    """The first half of `prefill`: run tokens, which continue what the cache holds, through the layers.
+    Returns the hidden vector after each row's last token, from which `draw` draws the next, and the state."""
+
+    def forward(state, tokens, positions):
+        return _read(params, state, tokens, positions, config, taps)
+
+    return _in_chunks(forward, state, state.cache, tokens, lengths, config)
+
+
+def read_newest(
+    params: Params, state: State, config: ModelConfig, taps: Taps | None = None
+) -> tuple[Float[Array, "B H"], State]:
+    """The first half of `step`: run the newest token of each row that has not ended through the layers.
+    Returns the hidden vectors after them, and the state."""
+    running = state.remaining > 0
+    full = state.cache.lengths >= state.cache.capacity
+    check(~jnp.any(running & full), "step: a row's cache is full; make the state with a larger context")
+    positions = jnp.where(running, state.cache.lengths, -1)[:, None]  # [B, 1]
+    tokens = jnp.maximum(state.tokens, 0)[:, None]
+    hidden, state = _read(params, state, tokens, positions, config, taps)
+    return hidden[:, 0], state
+
+
 def _in_chunks[Carry](
     forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
     carry: Carry,
@@ -424,15 +447,20 @@ def _shown(value: Any) -> str:
     return f"shape {value.shape}" if isinstance(value, jax.Array) else repr(value)
 
 
-def _draw(
+def draw(
     params: Params,
     state: State,
-    hidden: jax.Array,
+    hidden: Float[Array, "B H"],
     config: ModelConfig,
-    logits_processor: LogitsProcessor | None,
-    logprobs: int | None,
+    logits_processor: LogitsProcessor | None = None,
+    logprobs: int | None = None,
+    allowed: UInt32[Array, "B words"] | None = None,
 ) -> Drawn:
-    """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
+    """The second half of `prefill` and `step`: draw each running row's next token from its hidden vector, and
+    see whether it ends the row.
+
+    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may
+    """
     running = state.remaining > 0
     scores = decoder.unembed(params, hidden, config)
     logits = scores if logits_processor is None else logits_processor(scores, state)
@@ -440,7 +468,7 @@ def _draw(
         raise ValueError(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
-    tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
+    tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths, allowed)
     check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
     stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))

@@ -1,13 +1,15 @@
 """Answers: tokens become text, piece by piece, and pieces become an Output."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
 import numpy as np
 
+from bonsai_jax.constraints import Matcher
 from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
+from bonsai_jax.engine.plans import Request
 from bonsai_jax.tokens.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -92,18 +94,20 @@ class Reader:
         ended: bool,
         scores: Logprobs | None = None,
         steps: int = 0,
+        complete: bool = False,
     ) -> Piece:
         """drawn   token ids, up to the first NO_TOKEN
         ended   no more tokens will come
         scores  their Logprobs, if asked for
         steps   decode steps that drew them
+        complete  the answer's constraint allows no more
         """
-        text, tokens, reason = self._read(drawn, ended)
+        text, tokens, reason = self._read(drawn, ended, complete)
         scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
         ends = [own for own in self.stop if reason == "stop" and self.pending.startswith(own, len(text))]
         return Piece(text, tokens, reason, scores, steps, self.index, stop=ends[0] if ends else None)
 
-    def _read(self, drawn, ended: bool) -> tuple[str, list[int], FinishReason | None]:
+    def _read(self, drawn, ended: bool, complete: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []
         for token in map(int, drawn):
             if token == NO_TOKEN:
@@ -114,8 +118,8 @@ class Reader:
             self.pending += self.detokenizer.push(token)
             if (end := self._stopped()) is not None:
                 return self.pending[:end], tokens, "stop"
-        if ended:
-            return self._last("length", tokens)
+        if ended or complete:
+            return self._last("stop" if complete else "length", tokens)
         text, self.pending = _split_before_stop(self.pending, self.stop) if self.stop else (self.pending, "")
         return text, tokens, None
 
@@ -128,6 +132,34 @@ class Reader:
     def _stopped(self) -> int | None:
         """Where the first stop string begins in the text."""
         return min((at for at in map(self.pending.find, self.stop) if at >= 0), default=None)
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """One answer to a request.
+
+    request   the scheduler's view of it
+    reader    turns its tokens into text
+    rules     how it draws (Runner.rules)
+    remembers whether its draws depend on earlier tokens through penalties
+    logprobs  the number of alternatives asked for; None: no log-probabilities
+    on_piece  called with each Piece, or with the exception that ends it
+    cached    tokens of the prompt that were in the cache
+    matcher   where it stands in its constraint; None: it has none
+    untold    drawn and forced tokens that `reader` has not read yet
+    began     a piece of it has been made
+    """
+
+    request: Request
+    reader: Reader
+    rules: np.ndarray
+    remembers: bool
+    logprobs: int | None
+    on_piece: Callable[[Piece | Exception], None]
+    cached: int = 0
+    matcher: Matcher | None = None
+    untold: list[int] = dataclasses.field(default_factory=list)
+    began: bool = False
 
 
 def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine.answers import Piece
@@ -21,6 +22,7 @@ from bonsai_jax.engine.prompts import (
     Prompt,
     answer_options,
     checked_sampling,
+    compiled_constraint,
     encode,
     step_options,
 )
@@ -136,12 +138,14 @@ class Engine:
         """How many answers are running and waiting, and what is in the pages, at this moment."""
         return self._loop.load()
 
-    def warmup(self, progress: Progress = False) -> None:
+    def warmup(self, progress: Progress = False, *, constraints: bool = False) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
+        constraints  also those that run while a request has a constraint
         progress   True: a bar on stderr; or called with executables compiled so far and in all
         Raises RuntimeError if the engine is closed meanwhile.
         """
+        constraints = flag("warmup: constraints", constraints)
         done, failed = threading.Event(), []
 
         def counted(programs: int, total: int) -> None:
@@ -151,7 +155,7 @@ class Engine:
 
         def work():
             try:
-                self._loop.warmup(counted)
+                self._loop.warmup(counted, constraints)
             except Exception as error:
                 failed.append(error)
             done.set()
@@ -173,12 +177,15 @@ class Engine:
         priority: int = 0,
         logprobs: int | None = None,
         n: int = 1,
+        constraint: Constraint | None = None,
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
         priority   requests of higher priority get a row first, and keep it when pages run out
         logprobs   alternatives for each token, at most the engine's
         n          answers, with seeds seed, seed + 1, ...; at most 4,096
+        constraint what every answer must match. It is compiled in this thread, which can take a second;
+                   `constraints.compile` does it beforehand
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -189,6 +196,7 @@ class Engine:
         n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
+        compiled_constraint(self.model, constraint, self.options.speculate)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
@@ -200,6 +208,7 @@ class Engine:
                 priority=priority,
                 logprobs=logprobs,
                 index=index,
+                constraint=constraint,
                 on_piece=handle.add,
             )
             for index in range(n)

@@ -11,14 +11,17 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
-from bonsai_jax.engine.answers import Piece, Reader
+from bonsai_jax.engine.answers import Answer, Piece, Reader
+from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
@@ -28,28 +31,6 @@ from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
-
-
-@dataclasses.dataclass(eq=False)
-class Answer:
-    """One answer to a request.
-
-    request   the scheduler's view of it
-    reader    turns its tokens into text
-    rules     how it draws (Runner.rules)
-    remembers whether its draws depend on earlier tokens through penalties
-    logprobs  the number of alternatives asked for; None: no log-probabilities
-    on_piece  called with each Piece, or with the exception that ends it
-    cached    tokens of the prompt that were in the cache
-    """
-
-    request: Request
-    reader: Reader
-    rules: np.ndarray
-    remembers: bool
-    logprobs: int | None
-    on_piece: Callable[[Piece | Exception], None]
-    cached: int = 0
 
 
 @dataclasses.dataclass
@@ -93,11 +74,13 @@ class Loop:
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
+        self.constrained = Constrained(model, self._force, self._finish)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
+        self._untold: list[tuple[Any, ...]] = []  # arguments of _tell
         self._read_at: float | None = None
-        self._beside_prefill: Call | None = None  # of the decode program that `prepare` named
+        self._beside_prefill: list[Call] = []  # of the decode programs that `prepare` named
 
     def ask(
         self,
@@ -110,9 +93,11 @@ class Loop:
         priority: int = 0,
         logprobs: int | None = None,
         index: int = 0,
+        constraint: Constraint | None = None,
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
-        """A request for one answer, to be passed to `add`."""
+        """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
+        compiled."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
@@ -120,9 +105,18 @@ class Loop:
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        answer = Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        if constraint is not None:
+            self.constrained.begin(answer, constraint, ignore_eos)
+        return answer
 
     def add(self, answer: Answer) -> None:
+        if answer.matcher is not None:
+            if self.constrained.over(answer):  # nothing is to be drawn
+                answer.request.ended = True
+                answer.on_piece(self.piece(answer))
+                return
+            self.runner.split()
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
@@ -136,13 +130,16 @@ class Loop:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
         left."""
         plan, reads = None, False
-        if self._unread_plans() < 2:
+        self.constrained.collect()
+        # A draw of split steps is read before the next plan, which needs masks; the device is busy meanwhile.
+        if self._unread_plans() < (1 if self.scheduler.constrained else 2):
             plan = self.scheduler.plan()
             if plan is None:
                 self._read_at = None
             else:
                 self.plans += 1
                 self._dispatch(plan)
+        self._tell_all()  # of the draw before this plan
         if self._flying and (plan is None or self._unread_plans() > 1):
             flight, reads = self._flying.popleft(), True  # it may free the pages that a request waits for
             first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
@@ -150,6 +147,9 @@ class Loop:
                 self.runner.catch_up()
             self._read(flight)
             self.failures = 0
+        if plan is None and not reads and self.constrained.pending:
+            self.constrained.wait()
+            return True
         return plan is not None or reads or bool(self._flying) or bool(self.scheduler.waiting)
 
     def fail(self, error: Exception) -> None:
@@ -157,15 +157,18 @@ class Loop:
         making the pool raises."""
         self.failures += 1
         self._flying.clear()
+        self._untold.clear()
         waiting = self.scheduler.waiting
         unread = {request for request in waiting if not request.flights}
         lost = [answer for request, answer in self.answers.items() if request not in unread]
         self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
+            answer.request.ended = True
+        for answer in lost:
             answer.on_piece(error)
-        compiled = self.scheduler.compiled
+        before = self.scheduler
         self.scheduler = self._empty_scheduler()
-        self.scheduler.compiled = compiled
+        self.scheduler.compiled, self.scheduler.compiled_split = before.compiled, before.compiled_split
         for request in waiting:
             if request in self.answers:
                 self.scheduler.add(request)
@@ -186,51 +189,70 @@ class Loop:
 
     def close(self) -> None:
         """Free the device's memory."""
+        self.constrained.close()
         self.runner.close()
 
-    def warmup(self, progress: Callable[[int, int], None]) -> None:
-        """Compile every program, by running it without a request."""
-        self.runner.warmup(self._every_call(), progress)
+    def warmup(self, progress: Callable[[int, int], None], constraints: bool = False) -> None:
+        """Compile every program, by running it without a request. constraints: also those of split steps."""
+        self.runner.warmup(self._every_call() + (self._every_split_call() if constraints else []), progress)
         self.scheduler.compiled.update(self._sizes())
+        if constraints:
+            self.scheduler.compiled_split.update(self._sizes())
 
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
         for call in self._every_call():
-            self.runner.programs.compile(call)
-        self.runner.programs.finish_alone()
+            self.runner.compile(call)
+        self.runner.finish_alone()
 
     def _sizes(self) -> list[int | tuple[int, int]]:
         """Rows of decode programs and shapes of prefill, beginning with those that a first request needs."""
         (fewest, *rows), (shortest, *shapes) = self.runner.limits.row_sizes, self.runner.limits.shapes
         return [fewest, shortest, *rows, *shapes]
 
+    def _every_split_call(self) -> list[Call]:
+        """Of each program of split steps."""
+        self.runner.split()
+        each = (self.runner.split_padding(size, n) for size in self._sizes() for n in self._variants)
+        return list({call.program: call for calls in each for call in calls}.values())
+
+    @property
+    def _variants(self) -> list[int | None]:
+        """Of log-probabilities."""
+        return [None] if self.options.logprobs is None else [None, self.options.logprobs]
+
     def _every_call(self) -> list[Call]:
         """Of each program, without any request."""
-        variants = [None] if self.options.logprobs is None else [None, self.options.logprobs]
-        calls = [self.runner.padding(size, n) for size in self._sizes() for n in variants]
+        calls = [self.runner.padding(size, n) for size in self._sizes() for n in self._variants]
         return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""
-        self.scheduler.compiled.add(rows)
-        self._beside_prefill = self.runner.padding(rows, self._asked(self.answers))
+        split = self.scheduler.constrained > 0
+        (self.scheduler.compiled_split if split else self.scheduler.compiled).add(rows)
+        self._beside_prefill = self._calls(rows)
 
     def compile_first(self) -> None:
         """Begin to compile what the requests run first, for another loop of this process, and take no more
         calls."""
         plan = self.scheduler.plan()
-        assert plan is not None  # a loop has room for its requests
-        call = self.runner.padding(plan.shape, self._asked(self.answers))
-        self.runner.programs.compile(call)
-        self._compile_beside(call)
-        self.runner.programs.finish_alone()
+        if plan is not None:  # else all answers are known from their constraints
+            (call,) = self._calls(plan.shape)
+            self.runner.compile(call)
+            self._compile_beside(call)
+        self.runner.finish_alone()
+
+    def _calls(self, size: int | tuple[int, int]) -> list[Call]:
+        """Of the programs for decode of a number of rows, or of that for prefill of a shape."""
+        asked = self._asked(self.answers)
+        split = self.scheduler.constrained > 0
+        return self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]
 
     def _compile_beside(self, prefill: Call) -> None:
-        """Begin to compile a prefill, and then the decode program that waits for it."""
-        if self._beside_prefill is not None:
-            self.runner.programs.compile(prefill)
-            self.runner.programs.compile(self._beside_prefill)
-            self._beside_prefill = None
+        """Begin to compile a prefill, and then the decode programs that wait for it."""
+        calls, self._beside_prefill = self._beside_prefill, []
+        for call in [prefill, *calls] if calls else []:
+            self.runner.compile(call)
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
@@ -250,7 +272,7 @@ class Loop:
             for read in chunks:
                 if not read.starts or not read.first:
                     continue
-                if not read.request.said:
+                if not self.answers[read.request].began:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
@@ -259,12 +281,20 @@ class Loop:
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            call = self.runner.prefill(plan.reads, plan.shape, self._rules, asked)
+            how = plan.shape, self._rules, asked, plan.split
+            call = self.runner.prefill(plan.reads, *how)
             self._compile_beside(call)
             drawn = self.runner.dispatch(call)
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
-            self._flying.append(Flight(plan, draws, drawn))
-        if any(plan.writes):
+            self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
+        if any(plan.draws):
+            asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
+            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
+            rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
+        if plan.split and any(plan.writes):
+            self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
+        elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
             self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
@@ -275,6 +305,11 @@ class Loop:
 
     def _rules(self, request: Request) -> np.ndarray:
         return self.answers[request].rules
+
+    def _allowed(self, request: Request) -> np.ndarray | None:
+        """The mask of a request's next draw; None: it has no constraint."""
+        matcher = self.answers[request].matcher
+        return None if matcher is None else matcher.allowed
 
     def _asked(self, requests: Iterable[Request]) -> int | None:
         if self.options.logprobs is None or all(self.answers[r].logprobs is None for r in requests):
@@ -296,30 +331,74 @@ class Loop:
         # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
         for i, request in flight.rows:
-            self._extend(request, tokens[i][: counts[i]], steps[i], scores, i)
+            new = tokens[i][: counts[i]]
+            least = self._record(request, new)
+            self._untold.append((request, len(new), steps[i], scores, i, least))
+        self.constrained.send()
+        if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
+            self._tell_all()
         self._time(flight)
 
-    def _extend(
-        self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int
-    ) -> None:
+    def _record(self, request: Request, new: list[int]) -> int:
+        """Note what a request has drawn. Returns the tokens that it draws at least, unless it ends."""
         least, _ = request.flights.popleft()
+        answer = self.answers.get(request)
+        if not request.ended and answer is not None:
+            request.said += new
+            answer.untold += new
+            if answer.matcher is not None:
+                try:
+                    self.constrained.drawn(answer, new)
+                except ValueError as error:
+                    self._finish(answer, error)
+        return least
+
+    def _tell_all(self) -> None:
+        """Give answers the pieces that they have drawn."""
+        untold, self._untold = self._untold, []
+        for draw in untold:
+            self._tell(*draw)
+
+    def _tell(
+        self, request: Request, count: int, steps: int, scores: Logprobs | None, row: int, least: int
+    ) -> None:
+        """Give an answer what it has drawn, so many tokens, and end it where that is the last."""
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
-        first = not request.said
-        request.said += new
         n = answer.logprobs
         row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
-        piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, row_scores, steps)
-        if first:
-            piece = dataclasses.replace(piece, cached_tokens=answer.cached)
-        undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
+        piece = self.piece(answer, row_scores, steps)
+        undrawn = piece.finish_reason is None and count < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
             self.cancel(answer)
-        if new or piece.finish_reason is not None:
+        if count or piece.finish_reason is not None:
             answer.on_piece(piece)
         if undrawn:
             answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
+
+    def piece(self, answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Piece:
+        """The next piece of an answer, of its tokens in `untold`."""
+        request, matcher = answer.request, answer.matcher
+        tokens, answer.untold = answer.untold, []
+        complete = matcher is not None and matcher.complete
+        ended = len(request.said) >= request.max_new_tokens
+        if answer.began:
+            return answer.reader.read(tokens, ended, scores, steps, complete)
+        answer.began = True
+        piece = answer.reader.read(tokens, ended, scores, 0, complete)
+        return dataclasses.replace(piece, cached_tokens=answer.cached)
+
+    def _force(self, request: Request, tokens: list[int]) -> bool:
+        return self.scheduler.force(request, tokens)
+
+    def _finish(self, answer: Answer, error: Exception | None) -> None:
+        """End an answer whose constraint allows no more, or has failed."""
+        self._tell_all()
+        if not answer.request.ended:  # else it has told its last
+            last = self.piece(answer) if error is None else error
+            self.cancel(answer)
+            answer.on_piece(last)
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:
@@ -327,7 +406,7 @@ class Loop:
         before, self._read_at = self._read_at, time.perf_counter()
         if self.options.max_wait_s is None or jax.process_count() > 1:
             return  # no request waits, or the clocks of several processes would differ
-        if any(flight.plan.reads) or before is None:
+        if any(flight.plan.reads) or any(flight.plan.draws) or before is None:
             return
         self.scheduler.measured(flight.steps, self._read_at - before, self.options.max_wait_s)
 

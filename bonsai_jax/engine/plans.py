@@ -27,6 +27,9 @@ class Request:
     cuts           positions where a chunk ends, so that a recurrent state can be saved there
     flights        (least, most) tokens of each dispatched draw that is not known yet
     ended          it is complete or cancelled
+    constrained    each of its draws needs a mask
+    ready          the host has the mask for its next draw
+    undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
     """
 
     prompt: Any
@@ -47,6 +50,9 @@ class Request:
     cuts: tuple[int, ...] = ()
     flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     ended: bool = False
+    constrained: bool = False
+    ready: bool = True
+    undrawn: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -55,7 +61,7 @@ class Request:
     @property
     def stored(self) -> int:
         """Most tokens that its pages hold after all dispatched work, once its prompt is read."""
-        tokens = len(self.prompt) + len(self.said) - 1
+        tokens = len(self.prompt) + len(self.said) - 1 + self.undrawn
         for _, most in self.flights:  # `sum` of a generator takes three times as long; see `_writes`
             tokens += most
         return tokens
@@ -95,13 +101,16 @@ class Read:
 
 @dataclasses.dataclass
 class Plan:
-    """Work for the devices: a prefill, then decode steps.
+    """Work for the devices: a prefill, then draws of split steps, then decode steps.
 
     reads    for each device the chunks of the prefill
     shape    (rows, tokens) of the prefill's array on each device
     writes   for each device the requests that decode
     rows     of the decode program on each device
     steps    of decode
+    draws    for each device the requests that draw after the prefill, before the decode steps, with their
+             rows, which after this plan may be another's
+    split    the prefill draws nothing, and in place of decode steps `writes` read their newest token
     """
 
     reads: list[list[Read]]
@@ -109,6 +118,8 @@ class Plan:
     writes: list[list[Request]]
     rows: int
     steps: int
+    draws: list[list[tuple[Request, int]]] = dataclasses.field(default_factory=list)
+    split: bool = False
 
 
 def row_sizes(most: int) -> list[int]:

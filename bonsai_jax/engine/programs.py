@@ -38,6 +38,7 @@ class Call:
     name     what it does, for people
     options  keyword arguments
     flags    XLA's options for the program
+    split    of split_rows.py: its pool has State.hidden
     """
 
     name: str
@@ -46,6 +47,7 @@ class Call:
     static: Sequence[Any]
     options: dict[str, Any]
     flags: dict[str, Any] = dataclasses.field(default_factory=dict)
+    split: bool = False
 
     @property
     def program(self) -> Hashable:

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from bonsai_jax import arguments
+from bonsai_jax import arguments, constraints
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
 from bonsai_jax.model import Model, check_model, check_speculate
@@ -57,6 +58,37 @@ def answer_options(max_new_tokens: int, stop: str | Sequence[str], ignore_eos: b
         "max_new_tokens": arguments.whole("max_new_tokens", max_new_tokens, 1),
         "ignore_eos": arguments.flag("ignore_eos", ignore_eos),
     }
+
+
+def each_constraint(
+    model: Model,
+    constraint: Constraint | Sequence[Constraint | None] | None,
+    rows: int,
+    speculate: str | None,
+) -> list[Constraint | None]:
+    """One constraint, or None, for each prompt. Errors as for `compiled_constraint`."""
+    if not isinstance(constraint, list | tuple):
+        return [compiled_constraint(model, constraint, speculate)] * rows
+    if len(constraint) != rows:
+        raise ValueError(
+            f"constraint: {len(constraint)} constraints for {rows} prompts; give one for all, or one each"
+        )
+    return [compiled_constraint(model, one, speculate) for one in constraint]
+
+
+def compiled_constraint(model: Model, constraint: Any, speculate: str | None) -> Constraint | None:
+    """The constraint, compiled. Raises TypeError for what is neither one nor None, ValueError for one that
+    cannot be compiled, and NotImplementedError where draws have no masks."""
+    if constraint is None:
+        return None
+    remedy = 'a constraint, such as bj.regex("[0-9]+") or bj.json_schema({...})'
+    arguments.kind("constraint", constraint, Constraint, remedy)
+    if speculate is not None:
+        raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
+    if jax.process_count() > 1:
+        raise NotImplementedError("constraint over several processes; one process can use many devices")
+    constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
+    return constraint
 
 
 def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

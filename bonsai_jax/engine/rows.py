@@ -129,9 +129,9 @@ def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, An
 def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Result:
     """Give rows the tokens that they will not read, because their pages hold them already, for penalties,
     proposals and logits processors. columns: `packed` rows of `layout`, with one token or more."""
-    chunk = _chunk(pool, columns)
-    state = _started(_take(pool, chunk["row"], chunk["table"], True), chunk)
-    return Result(_put(pool, _noted(state, chunk), chunk["row"], True))
+    chunk = chunk_fields(pool, columns)
+    state = started(take(pool, chunk["row"], chunk["table"], True), chunk)
+    return Result(put(pool, noted_tokens(state, chunk), chunk["row"], True))
 
 
 @over_mesh(RESULT)
@@ -152,14 +152,9 @@ def prefill(
     vectors   in place of tokens; columns then has no tokens
     The result has size 1.
     """
-    chunk = _chunk(pool, columns)
-    pages = chunk["copy_from"], chunk["copy_to"]
-    pool = _with_states(pool, map_states(lambda state: state.with_page_copies(*pages), _states(pool)))
-    remembers = _remembers(chunk["rules"], logits_processor)
-    state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
-    tokens = chunk["tokens"] if vectors is None else vectors
-    if vectors is None:
-        state = _noted(state, chunk)
+    chunk = chunk_fields(pool, columns)
+    remembers = remembered(chunk["rules"], logits_processor)
+    pool, state, tokens = begun(pool, chunk, vectors, remembers)
     noted = state.sampler
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
@@ -172,7 +167,7 @@ def prefill(
         )
     )
     drawn = jnp.where(draws, token[:, None], NO_TOKEN)
-    pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
+    pool = put(pool, state, chunk["row"], remembers, chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
     return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
 
@@ -194,12 +189,8 @@ def decode(
     columns   the row's number, beyond all rows for padding; most steps, the same for all; the row's pages
     """
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
-    rules = {
-        name: getattr(pool.sampler, name).at[rows].get(mode="clip", wrap_negative_indices=False)
-        for name in PENALTIES
-    }
-    remembers = _remembers(rules, logits_processor)
-    state = _take(pool, rows, table, remembers)
+    remembers = rows_remember(pool, rows, logits_processor)
+    state = take(pool, rows, table, remembers)
     state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
@@ -210,15 +201,15 @@ def decode(
     state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
     taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
     drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
-    return Result(_put(pool, state, rows, remembers), drawn, scores)
+    return Result(put(pool, state, rows, remembers), drawn, scores)
 
 
-def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
+def chunk_fields(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
     """The fields of packed rows."""
     return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
 
 
-def _remembers(
+def remembered(
     rules: Mapping[str, Array], logits_processor: LogitsProcessor | None
 ) -> bool | Bool[Array, ""]:
     """Whether draws depend on earlier tokens."""
@@ -226,7 +217,18 @@ def _remembers(
     return logits_processor is not None or jnp.any(jnp.stack(penalized))
 
 
-def _take(
+def rows_remember(
+    pool: State, rows: Int[Array, "R"], logits_processor: LogitsProcessor | None
+) -> bool | Bool[Array, ""]:
+    """Whether draws of these rows depend on earlier tokens."""
+    rules = {
+        name: getattr(pool.sampler, name).at[rows].get(mode="clip", wrap_negative_indices=False)
+        for name in PENALTIES
+    }
+    return remembered(rules, logits_processor)
+
+
+def take(
     pool: State,
     rows: Int[Array, "R"],
     table: Int[Array, "R pages"],
@@ -235,6 +237,13 @@ def _take(
 ) -> State:
     """The State of these rows, with the pages of all rows, beginning as `begins`. Tables of penalties are
     zeros unless `remembers`."""
+    state = take_without_states(pool, rows, remembers)
+    state = _with_states(state, map_states(lambda state: state.taken(rows, begins), _states(pool)))
+    return state.replace(cache=state.cache.replace(block_table=table))
+
+
+def take_without_states(pool: State, rows: Int[Array, "R"], remembers: bool | Bool[Array, ""]) -> State:
+    """`take` without what mixers store."""
     by_row, memory = _parts(pool)
 
     def gathered(tree):
@@ -243,12 +252,10 @@ def _take(
     def nothing(tree):
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
-    state = _with_memory(gathered(by_row), _either(remembers, gathered, nothing, memory))
-    state = _with_states(state, map_states(lambda state: state.taken(rows, begins), _states(pool)))
-    return state.replace(cache=state.cache.replace(block_table=table))
+    return _with_memory(gathered(by_row), _either(remembers, gathered, nothing, memory))
 
 
-def _put(
+def put(
     pool: State,
     state: State,
     rows: Int[Array, "R"],
@@ -256,6 +263,14 @@ def _put(
     saves: Int[Array, "R"] | None = None,
 ) -> State:
     """The pool with this State in these rows, and with what mixers store of them in `saves` too."""
+    states = map_states(lambda old, new: old.put(new, rows, saves), _states(pool), _states(state))
+    return _with_states(put_without_states(pool, state, rows, remembers), states)
+
+
+def put_without_states(
+    pool: State, state: State, rows: Int[Array, "R"], remembers: bool | Bool[Array, ""]
+) -> State:
+    """`put` that leaves what mixers store as it is."""
 
     def with_rows(both):
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
@@ -264,8 +279,7 @@ def _put(
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
     (old, old_memory), (new, new_memory) = _parts(pool), _parts(state)
     memory = _either(remembers, with_rows, lambda both: both[0], (old_memory, new_memory))
-    states = map_states(lambda old, new: old.put(new, rows, saves), _states(pool), _states(state))
-    return _with_states(_with_memory(with_rows((old, new)), memory), states)
+    return _with_states(_with_memory(with_rows((old, new)), memory), _states(pool))
 
 
 def _parts(state: State) -> tuple[State, tuple[Array, Array]]:
@@ -294,10 +308,28 @@ def _with_memory(state: State, memory: Any) -> State:
 
 
 def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, operand: Any) -> Any:
-    return yes(operand) if which is True else jax.lax.cond(which, yes, no, operand)
+    if isinstance(which, bool):
+        return yes(operand) if which else no(operand)
+    return jax.lax.cond(which, yes, no, operand)
 
 
-def _started(state: State, chunk: dict[str, Any]) -> State:
+def begun(
+    pool: State,
+    chunk: dict[str, Any],
+    vectors: Float[Array, "R T H"] | None,
+    remembers: bool | Bool[Array, ""],
+) -> tuple[State, State, Array]:
+    """The pool with the pages that these chunks copy, the state of their rows, which has noted their tokens,
+    and the tokens or vectors to read."""
+    pages = chunk["copy_from"], chunk["copy_to"]
+    pool = _with_states(pool, map_states(lambda state: state.with_page_copies(*pages), _states(pool)))
+    state = started(take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
+    if vectors is None:
+        return pool, noted_tokens(state, chunk), chunk["tokens"]
+    return pool, state, vectors
+
+
+def started(state: State, chunk: dict[str, Any]) -> State:
     """The state of each row as its chunk says, with empty tables of penalties where a request starts."""
     rules = dict(chunk["rules"])
     stop_ids, seeds = rules.pop("stop_ids"), rules.pop("seeds")
@@ -320,7 +352,7 @@ def _started(state: State, chunk: dict[str, Any]) -> State:
     )
 
 
-def _noted(state: State, chunk: dict[str, Any]) -> State:
+def noted_tokens(state: State, chunk: dict[str, Any]) -> State:
     """Count the tokens of this chunk for penalties, and store them for proposals."""
     tokens, offset = chunk["tokens"], jnp.arange(chunk["tokens"].shape[1])
     valid = offset < chunk["count"][:, None]

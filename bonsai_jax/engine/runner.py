@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +26,8 @@ from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.engine import split_rows
+from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
@@ -76,39 +77,6 @@ class Options:
     checkpoints: int = 0
 
 
-class Caller:
-    """An executor that works in the thread of its caller, when a result is needed or on `catch_up`. So a
-    first token can be read before the decode steps that follow it are compiled."""
-
-    class Result(concurrent.futures.Future):
-        def __init__(self, caller: "Caller"):
-            super().__init__()
-            self.caller = caller
-
-        def result(self, timeout: float | None = None) -> Any:
-            self.caller.catch_up(until=self)
-            return super().result(timeout)
-
-    def __init__(self):
-        self._work: deque[tuple[Caller.Result, Callable]] = deque()
-
-    def submit(self, run: Callable) -> "Caller.Result":
-        result = self.Result(self)
-        self._work.append((result, run))
-        return result
-
-    def catch_up(self, until: "Caller.Result | None" = None) -> None:
-        while self._work and not (until is not None and until.done()):
-            result, run = self._work.popleft()
-            try:
-                result.set_result(run())
-            except Exception as error:
-                result.set_exception(error)
-
-    def shutdown(self) -> None:
-        self._work.clear()
-
-
 class Runner:
     """Dispatches for one engine, and the pool that they change.
 
@@ -130,6 +98,8 @@ class Runner:
             machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
+        self._split_programs: Programs | None = None  # None: no request has had a constraint
+        self._hidden: Any = None  # State.hidden of the pool, which only split programs get
         pages = self._pool.cache.block_table.shape[1]
         self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)
         # By device and row: the table that self._tables has a copy of, and how many of its pages.
@@ -152,6 +122,13 @@ class Runner:
         """Whether requests can share the beginnings of their prompts."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
+    def split(self) -> None:
+        """Make ready for programs of split steps. Call it before the first."""
+        if self._split_programs is None:
+            empty = lambda: split_rows.empty(self._pool, self.model)  # noqa: E731
+            self._hidden = empty() if self.model.loaded else jax.eval_shape(empty)
+            self._split_programs = Programs(self.model, self._pool.replace(hidden=self._hidden))
+
     def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Call:
         """rows.note: give rows the tokens that they will not read. At most one read on each device."""
         rows = self._columns(reads, 1, self._layout(self._pool.cache.capacity), rules)
@@ -168,8 +145,9 @@ class Runner:
         shape: tuple[int, int],
         rules: Callable[[Request], np.ndarray],
         logprobs: int | None,
+        split: bool = False,
     ) -> Call:
-        """rows.prefill of these reads. shape: rows on each device, tokens a row."""
+        """rows.prefill of these reads, or split_rows.read_chunk. shape: rows on each device, tokens a row."""
         rows, width = shape
         has_vectors = any(_reads_vectors(read) for read in itertools.chain(*reads))
         columns = self._columns(reads, rows, self._layout(0 if has_vectors else width), rules)
@@ -178,38 +156,93 @@ class Runner:
             (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _chunk(read)
         arrays = [on_device.packed(columns), vectors]
         name = f"the prefill of {rows} x {width} tokens"
+        if split:
+            options = self._options(None)
+            del options["logprobs"]
+            static = (self.model.config,)
+            return Call(name, split_rows.read_chunk_rows, arrays, static, options, split=True)
         return Call(name, on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
 
     def decode(
         self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
     ) -> Call:
         """rows.decode of these requests, padded to `rows` rows on each device."""
-        columns = np.zeros((rows * self.data, 2 + self._tables.shape[2]), np.int32)
-        columns[:, :2] = self._no_row, steps
-        for device, requests in enumerate(writes):
-            part = columns[device * rows : device * rows + len(requests)]
-            at: list[Any] = [request.row for request in requests]
-            self._copy_tables(device, requests)
-            part[:, 0], part[:, 2:] = at, self._tables[device, at]
+        columns = self._with_tables(writes, rows, 2)
+        columns[:, 1] = steps
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         name, flags = f"decode steps of batch size {rows}", LOOP_IN_GRAPH if self.model.mesh is None else {}
         return Call(name, on_device.decode_rows, [columns], (self.model.config,), options, flags)
 
+    def read_newest(self, writes: Sequence[Sequence[Request]], rows: int) -> Call:
+        """split_rows.read_newest of these requests, padded to `rows` rows on each device."""
+        columns = self._with_tables(writes, rows, 1)
+        name, options = f"the reading of {rows} new tokens", {"taps": self.options.taps}
+        static = (self.model.config,)
+        return Call(name, split_rows.read_newest_rows, [columns], static, options, split=True)
+
+    def draw(
+        self,
+        draws: Sequence[Sequence[tuple[Request, int]]],
+        rows: int,
+        allowed: Callable[[Request], np.ndarray | None],
+        logprobs: int | None,
+    ) -> Call:
+        """split_rows.draw for these requests and their rows, padded likewise. allowed: the mask of a request;
+        None: it may draw any token."""
+        columns = np.full(
+            (rows * self.data, 1 + split_rows.mask_words(self.model.config.vocab_size)), -1, "i4"
+        )
+        columns[:, 0] = self._no_row
+        for i, (request, row) in numbered(draws, rows):
+            columns[i, 0] = row
+            if (mask := allowed(request)) is not None:
+                columns[i, 1:] = mask.view(np.int32)
+        options = self._options(logprobs)
+        del options["taps"]
+        name, static = f"the draw of {rows} tokens", (self.model.config,)
+        return Call(name, split_rows.draw_rows, [columns], static, options, split=True)
+
     def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
         `note`."""
-        none: list[list[Any]] = [[] for _ in range(self.data)]
-        rules = lambda request: self._padding  # noqa: E731
+        none, rules = self._nothing()
         if size is None:
             return self.note(none, rules)
         if isinstance(size, int):
             return self.decode(none, size, 0, logprobs)
         return self.prefill(none, size, rules, logprobs)
 
+    def split_padding(self, size: int | tuple[int, int], logprobs: int | None) -> list[Call]:
+        """`padding` for the programs of split steps."""
+        none, rules = self._nothing()
+        if isinstance(size, int):
+            return [self.draw(none, size, lambda request: None, logprobs), self.read_newest(none, size)]
+        return [self.prefill(none, size, rules, logprobs, split=True)]
+
+    def _nothing(self) -> tuple[list[list[Any]], Callable[[Request], np.ndarray]]:
+        """No requests on each device, and the rules of none."""
+        return [[] for _ in range(self.data)], lambda request: self._padding
+
+    def compile(self, call: Call) -> concurrent.futures.Future[None]:
+        """Start to load or compile the program of a call in another thread."""
+        return self._programs(call).compile(call)
+
+    def finish_alone(self) -> None:
+        """Take no more calls; threads finish the programs that they have begun."""
+        for programs in (self.programs, self._split_programs):
+            if programs is not None:
+                programs.finish_alone()
+
+    def _programs(self, call: Call) -> Programs:
+        if not call.split:
+            return self.programs
+        assert self._split_programs is not None
+        return self._split_programs
+
     def warmup(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
         """Compile the programs of these calls side by side, and run each once."""
         progress(0, len(calls))
-        each = [self.programs.compile(call) for call in calls]
+        each = [self.compile(call) for call in calls]
         for done, one in enumerate(concurrent.futures.as_completed(each), 1):
             one.result()
             progress(done, len(calls))
@@ -224,8 +257,12 @@ class Runner:
 
         def run():
             started.set()
-            program = self.programs.get(call)
-            self._pool, *drawn = program(self.model.params, self._pool, *call.placed(self.model.mesh))
+            program = self._programs(call).get(call)
+            pool = self._pool.replace(hidden=self._hidden) if call.split else self._pool
+            pool, *drawn = program(self.model.params, pool, *call.placed(self.model.mesh))
+            if call.split:
+                self._hidden, pool = pool.hidden, pool.replace(hidden=None)
+            self._pool = pool
             if jax.process_count() == 1:
                 for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()
@@ -249,11 +286,15 @@ class Runner:
         self._thread.submit(lambda: None).result()
         self._free()
         self._pool = self._empty_pool()
+        if self._split_programs is not None:
+            self._hidden = split_rows.empty(self._pool, self.model)
 
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
         self._thread.shutdown()
         self.programs.close()
+        if self._split_programs is not None:
+            self._split_programs.close()
         self._free()
 
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
@@ -275,6 +316,18 @@ class Runner:
                 row["copy_from"], row["copy_to"] = read.copy
             row["rules"] = rules(request)
             row["table"][: len(read.table)] = read.table
+        return columns
+
+    def _with_tables(self, writes: Sequence[Sequence[Request]], rows: int, first: int) -> np.ndarray:
+        """For each request its row, in column 0, and its pages from column `first` on; `rows` on each device,
+        with padding."""
+        columns = np.zeros((rows * self.data, first + self._tables.shape[2]), np.int32)
+        columns[:, 0] = self._no_row
+        for device, requests in enumerate(writes):
+            part = columns[device * rows : device * rows + len(requests)]
+            at: list[Any] = [request.row for request in requests]
+            self._copy_tables(device, requests)
+            part[:, 0], part[:, first:] = at, self._tables[device, at]
         return columns
 
     def _options(self, logprobs: int | None) -> dict[str, Any]:
@@ -304,7 +357,7 @@ class Runner:
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
     def _free(self) -> None:
-        for array in jax.tree.leaves(self._pool):
+        for array in jax.tree.leaves((self._pool, self._hidden)):
             if not array.is_deleted():  # a call that failed may have been given it
                 array.delete()
 

@@ -7,6 +7,9 @@
 The host makes a plan before it knows the results of the plan before. So it knows only bounds for a request:
 the `least` and `most` tokens that dispatched work will have drawn. Rows and pages can be given to another
 request as soon as they are released, because the device runs one plan after another.
+
+While any request has a constraint, steps of all are split (split_rows.py): a plan draws for the requests
+whose masks are ready, then reads what they drew.
 """
 
 import bisect
@@ -17,6 +20,9 @@ from bonsai_jax.engine.plans import Limits, Plan, Read, Request
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
 PADDED = 3.5  # times the cost of the best shape, per token read, is paid rather than compile that shape
+# Forced tokens are read in one chunk if they are at least so many, and at least as many as rows decode: a
+# chunk takes about as long as a step of all rows, and saves one step of one row for each token.
+FORCED_CHUNK = 4
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
 
 
@@ -35,6 +41,8 @@ class Scheduler:
 
     idle_steps   decode steps of a plan when no prompt is pending and no request waits for a row
     compiled     members of limits.row_sizes and limits.shapes that have been used
+    compiled_split   those that have been used in split plans
+    constrained  how many requests have a constraint
     preempted    how often a request has lost its pages
     """
 
@@ -43,11 +51,14 @@ class Scheduler:
         self.waiting: list[Request] = []  # by priority, then arrival
         self.idle_steps = limits.steps
         self.compiled: set[int | tuple[int, int]] = set()
-        self.preempted = 0
+        self.compiled_split: set[int | tuple[int, int]] = set()
+        self.constrained = self.preempted = 0
+        self._split = False  # the last plan
         self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
         request.number = next(self._numbers)
+        self.constrained += request.constrained
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def end(self, request: Request) -> None:
@@ -55,6 +66,7 @@ class Scheduler:
         if request.ended:
             return
         request.ended = True
+        self.constrained -= request.constrained
         if request.device is None:
             at = bisect.bisect_left(self.waiting, request.order, key=lambda r: r.order)
             if self.waiting[at : at + 1] == [request]:
@@ -76,10 +88,33 @@ class Scheduler:
                     device.free_rows.append(request.row)  # all its draws are dispatched
                     request.row = None
         self._admit()
+        split, was_split = self.constrained > 0, self._split
+        self._split = split
         reads, shape = self._reads()
+        draws = self._draws() if split or was_split else [[] for _ in self.devices]
         writes, steps = self._writes()
-        rows = self._decode_rows(max(map(len, writes)))
-        return Plan(reads, shape, writes, rows, steps) if any(reads) or rows else None
+        rows = self._decode_rows(max(map(len, [*draws, *writes])))
+        return Plan(reads, shape, writes, rows, steps, draws, split) if any(reads) or rows else None
+
+    def force(self, request: Request, tokens: list[int]) -> bool:
+        """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
+        it may be under way. False: it must draw them, because that is faster or there are too few pages."""
+        if request.device is not None:
+            rows = max(len(device.running) for device in self.devices)
+            # A chunk rounds otherwise than steps, so in a reproducible engine a crowd must not decide on it.
+            if self.limits.reserve or len(tokens) < max(FORCED_CHUNK, rows):
+                return False
+            pages = self.devices[request.device].pages
+            new = self._pages(len(request.prompt) + len(request.said) + len(tokens)) - len(request.table)
+            if new > pages.available:
+                return False
+            if request.read == request.to_read:
+                request.read = request.stored
+            request.table += pages.take(max(0, new))
+            request.to_read = len(request.prompt) + len(request.said) + len(tokens)
+            request.undrawn = False
+        request.said += tokens
+        return True
 
     # Rows and pages.
 
@@ -158,7 +193,7 @@ class Scheduler:
         if request.row is not None:
             device.free_rows.append(request.row)
         request.device = request.row = request.copy = request.checkpoint = None
-        request.table = []
+        request.table, request.undrawn = [], False
 
     def _preempt(self, request: Request) -> None:
         """Take its pages for others. It waits, and later reads its prompt and answer like a prompt."""
@@ -189,13 +224,13 @@ class Scheduler:
             useful = sum(min(_unread(r), tokens) for requests in alike for r in requests[:rows])
             return useful / (rows * tokens + self.limits.prefill_cost), useful
 
-        shape = max(self.limits.shapes, key=worth)
-        if shape not in self.compiled:  # compile few: for each length only the shape with the most rows
+        shape, compiled = max(self.limits.shapes, key=worth), self._compiled
+        if shape not in compiled:  # compile few: for each length only the shape with the most rows
             widest = {tokens: rows for rows, tokens in sorted(self.limits.shapes)}
-            few = [s for s in self.limits.shapes if s in self.compiled or s[0] == widest[s[1]]]
+            few = [s for s in self.limits.shapes if s in compiled or s[0] == widest[s[1]]]
             other = max(few, key=worth)
             shape = other if worth(other)[0] > worth(shape)[0] / PADDED else shape
-        self.compiled.add(shape)
+        compiled.add(shape)
         return [[self._read(r, shape[1]) for r in requests[: shape[0]]] for requests in alike], shape
 
     def _read(self, request: Request, most: int) -> Read:
@@ -219,9 +254,23 @@ class Scheduler:
         device.prefix.insert(tokens, request.table, ready=True)
         if tokens and request.read == self._page_floor(request.read):
             read.saves = device.prefix.save(tokens)
-        if ends:
+        if ends and self.constrained:
+            request.undrawn = True
+        elif ends:
             request.flights.append((1, 1))
         return read
+
+    def _draws(self) -> list[list[tuple[Request, int]]]:
+        """The requests of each device that draw what they have read for, those whose masks are ready, and
+        their rows."""
+        draws = [
+            [(r, r.row) for r in d.running if r.row is not None and r.undrawn and r.ready]
+            for d in self.devices
+        ]
+        for request, _ in itertools.chain(*draws):
+            request.flights.append((1, 1))
+            request.undrawn, request.ready = False, not request.constrained
+        return draws
 
     def _writes(self) -> tuple[list[list[Request]], int]:
         """The requests of each device that decode, with pages for the tokens that they may draw, and the
@@ -230,7 +279,7 @@ class Scheduler:
         With hundreds of rows this is most of the host's work, so it looks at each row once.
         """
         writers = [
-            [(r, r.left) for r in d.running if r.row is not None and r.read == r.to_read]
+            [(r, r.left) for r in d.running if r.row is not None and r.read == r.to_read and not r.undrawn]
             for d in self.devices
         ]
         writers = [[(r, left) for r, left in pairs if left > 0] for pairs in writers]
@@ -254,12 +303,17 @@ class Scheduler:
             for (request, left), pages in zip(pairs, growth, strict=True):
                 if pages > 0:
                     request.table += device.pages.take(pages)
-                request.flights.append((min(steps, left), self._most(left, steps)))
+                if self.constrained:
+                    request.undrawn = True
+                else:
+                    request.flights.append((min(steps, left), self._most(left, steps)))
         return [[r for r, _ in pairs] for pairs in writers], steps
 
     def _step_limit(self, least_left: int) -> int:
-        """Most decode steps of the next plan: 1 while prompts are pending; while requests wait for a row,
-        about as many as the row nearest to its end has left; else idle_steps."""
+        """Most decode steps of the next plan: 1 while prompts are pending or steps are split; while requests
+        wait for a row, about as many as the row nearest to its end has left; else idle_steps."""
+        if self.constrained:
+            return 1
         if any(r.row is not None and r.read < r.to_read for d in self.devices for r in d.running):
             return 1
         if self.waiting:
@@ -280,10 +334,15 @@ class Scheduler:
         """Rows of the smallest compiled program that has room for this many; else of the largest program."""
         if not busiest:
             return 0
-        sizes = [n for n in self.limits.row_sizes if n >= busiest and n in self.compiled]
+        compiled = self._compiled
+        sizes = [n for n in self.limits.row_sizes if n >= busiest and n in compiled]
         rows = min(sizes, default=self.limits.max_batch_size)
-        self.compiled.add(rows)
+        compiled.add(rows)
         return rows
+
+    @property
+    def _compiled(self) -> set[int | tuple[int, int]]:
+        return self.compiled_split if self.constrained else self.compiled
 
 
 def _short_of_pages(device: Device, growth: list[int]) -> bool:

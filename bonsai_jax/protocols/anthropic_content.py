@@ -60,12 +60,14 @@ def offered(name: str, value: Any) -> list[tools.Tool]:
 
 
 def choice(name: str, value: Any) -> tuple[str, bool]:
-    """("auto", "none" or another word if the model must call a tool, whether it may make several calls)"""
+    """("auto", "none", "required" or the name of a tool, whether the model may make several calls)"""
     own = json_object(name, value)
     kind = text(f"{name}.type", own.get("type"))
     if kind not in ("auto", "any", "tool", "none"):
         raise FieldError(f"{name}.type", f"{shown(kind)} is none of auto, any, tool, none")
-    return kind, own.get("disable_parallel_tool_use") is not True
+    if kind == "tool":
+        kind = text(f"{name}.name", own.get("name"))
+    return "required" if kind == "any" else kind, own.get("disable_parallel_tool_use") is not True
 
 
 def _each(where: str, value: Any) -> list[tuple[str, dict[str, Any]]]:

@@ -72,7 +72,7 @@ def _request(given: dict[str, Any]) -> Request:
         sampling=fields.sampling(given),
         chat=True,
         template={"enable_thinking": given["thinking"]} if "thinking" in given else {},
-        tools=tools.chosen(given.get("tools", []), choice, "tool_choice"),
+        **tools.chosen(given.get("tools", []), choice, "tool_choice"),
         parallel_calls=parallel,
         max_new_tokens=given.get("max_tokens"),
         stop=given.get("stop_sequences", []),

@@ -22,7 +22,6 @@ FIELDS = {
     **openai.COMMON,
     **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
     **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
-    **{"response_format": fields.only({"type": "text"})},
 }
 
 
@@ -73,7 +72,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         sampling=fields.sampling(given),
         chat=True,
         template=_variables(given),
-        tools=tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
+        **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         stop=given.get("stop", []),
@@ -82,6 +81,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         logprobs=logprobs,
         stream=stream,
         stream_usage=usage,
+        constraint=given.get("response_format"),
     )
 
 

@@ -53,6 +53,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         echo=echo,
         stream=stream,
         stream_usage=usage,
+        constraint=given.get("response_format"),
     )
 
 

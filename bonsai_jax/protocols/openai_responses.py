@@ -6,6 +6,8 @@ Meanings: platform.openai.com/docs/api-reference/responses.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bonsai_jax import constraints
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols import fields, openai, responses_input, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
 from bonsai_jax.protocols.conversation import with_system
@@ -36,9 +38,14 @@ def _choice(name: str, value: Any) -> str:
     return fields.text(f"{name}.name", fields.json_object(name, value).get("name"))
 
 
-def _text(name: str, value: Any) -> None:
+def _text(name: str, value: Any) -> Constraint | None:
+    """The constraint that a text's format asks for; None: any text."""
     form = fields.json_object(f"{name}.format", fields.json_object(name, value).get("format") or {})
-    fields.one_of("text")(f"{name}.format.type", form.get("type", "text"))
+    kinds = ("text", "json_object", "json_schema")
+    kind = fields.one_of(*kinds)(f"{name}.format.type", form.get("type", "text"))
+    if kind == "json_schema":
+        return fields.json_schema(f"{name}.format.schema", form.get("schema"))
+    return None if kind == "text" else constraints.json_object()
 
 
 FIELDS = {
@@ -63,9 +70,10 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         sampling=fields.sampling(given),
         chat=True,
         template=openai.thinking(given.get("reasoning")),
-        tools=tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
+        **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_output_tokens"),
+        constraint=given.get("text"),
         stream=given.get("stream", False),
     )
 

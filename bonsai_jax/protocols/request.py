@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from bonsai_jax.constraints import Constraint
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -13,6 +15,7 @@ class Request:
     chat       prompts are messages, which the chat template formats
     template   variables of the chat template
     tools      functions that may be called, as OpenAI's chat completions have them
+    tool_choice   "auto", "required", or the name of the function that must be called
     parallel_calls   an answer may have several calls
     sampling   fields of SamplingParams
     max_new_tokens   0 only with echo
@@ -21,6 +24,7 @@ class Request:
     echo       answers begin with their prompts
     stream     the answer is a stream of events
     stream_usage     whose last has the usage
+    constraint what answers must match; None: anything
     """
 
     path: str
@@ -30,6 +34,7 @@ class Request:
     chat: bool = False
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tool_choice: str = "auto"
     parallel_calls: bool = True
     max_new_tokens: int | None = None
     stop: list[str] = dataclasses.field(default_factory=list)
@@ -39,6 +44,18 @@ class Request:
     echo: bool = False
     stream: bool = False
     stream_usage: bool = False
+    constraint: Constraint | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether answers must match something."""
+        return self.constraint is not None or self.constrains_calls
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether functions must be called, or calls must keep to their schemas."""
+        forced = self.tool_choice != "auto" or any(tool.get("strict") for tool in self.tools)
+        return bool(self.tools) and forced
 
     @property
     def where(self) -> str:

@@ -13,7 +13,8 @@ Tool = dict[str, Any]
 
 
 def listed(name: str, value: Any, read: Callable[[str, dict[str, Any]], Tool | None]) -> list[Tool]:
-    """The functions in a list of tools, as chat templates take them.
+    """The functions in a list of tools, as chat templates take them; and whether arguments must keep to the
+    schema ("strict").
 
     read  (where, tool) -> a tool as in OpenAI's chat completions; None for one that is left out
     """
@@ -27,8 +28,9 @@ def listed(name: str, value: Any, read: Callable[[str, dict[str, Any]], Tool | N
         one = read(where, json_object(where, tool))
         if one is None:
             continue
+        strict = one["function"].get("strict") if isinstance(one.get("function"), dict) else None
         try:
-            own += tools.checked([one])
+            own += [tool | {"strict": strict is True} for tool in tools.checked([one])]
         except ValueError as error:
             field, _, message = str(error).removeprefix("tools[0]").partition(": ")
             raise FieldError(where + field, message) from None
@@ -41,23 +43,20 @@ def listed(name: str, value: Any, read: Callable[[str, dict[str, Any]], Tool | N
 def function(where: str, tool: Mapping[str, Any], schema: str = "parameters") -> Tool:
     """A tool whose fields are those of its function. schema: the name of the field with its JSON schema."""
     own = {"name": text(f"{where}.name", tool.get("name"))}
-    for field, key in (("description", "description"), (schema, "parameters")):
+    for field, key in (("description", "description"), ("strict", "strict"), (schema, "parameters")):
         if tool.get(field) is not None:
             own[key] = tool[field]
     return {"type": "function", "function": own}
 
 
-def chosen(own: list[Tool], choice: str, name: str) -> list[Tool]:
-    """The tools that the model may call.
+def chosen(own: list[Tool], choice: str, name: str) -> dict[str, Any]:
+    """Fields of a Request: the tools that the model may call, and whether it must.
 
-    choice  "auto", "none", or anything else if the model must call one
+    choice  "auto", "none", "required", or the name of the function to be called
     """
     if choice == "none":
-        return []
-    if choice != "auto":
-        raise FieldError(
-            name,
-            f"{choice!r} is not supported: this server cannot make a model call a function; leave it out, "
-            "and ask for the call in a message",
-        )
-    return own
+        return {"tools": []}
+    names = [tool["function"]["name"] for tool in own]
+    if choice not in ("auto", "required", *names) or (choice == "required" and not own):
+        raise FieldError(name, f"{choice!r} is none of the functions in tools: {', '.join(names) or 'none'}")
+    return {"tools": own, "tool_choice": choice}

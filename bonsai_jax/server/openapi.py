@@ -57,6 +57,10 @@ COMMON = {
     "n": between(1, fields.MOST_ANSWERS),
     "ignore_eos": TRUTH,
     "stream": TRUTH,
+    "response_format": either(
+        closed({"type": {"enum": ["text", "json_object"]}}),
+        closed({"type": {"const": "json_schema"}, "json_schema": closed({"schema": OBJECT})}),
+    ),
     "stream_options": closed({}, {"include_usage": TRUTH}),
 }
 VARIABLES = {"chat_template_kwargs": OBJECT}
@@ -66,7 +70,10 @@ CHAT = COMMON | {
     "top_logprobs": between(0, fields.MOST_LOGPROBS),
     "reasoning_effort": {"enum": list(openai.EFFORTS)},
     "tools": listed(TOOL),
-    "tool_choice": {"enum": ["auto", "none"]},
+    "tool_choice": either(
+        {"enum": ["auto", "none", "required"]},
+        closed({"type": {"const": "function"}, "function": closed({"name": TEXT})}),
+    ),
     "parallel_tool_calls": TRUTH,
     **VARIABLES,
 }

@@ -42,7 +42,10 @@ PROMPT = {
     "model": TEXT,
     "system": TEXTS,
     "tools": listed(closed({"name": FUNCTION}, {"description": TEXT, "input_schema": OBJECT})),
-    "tool_choice": closed({"type": {"enum": ["auto", "none"]}}, {"disable_parallel_tool_use": TRUTH}),
+    "tool_choice": either(
+        closed({"type": {"enum": ["auto", "none", "any"]}}, {"disable_parallel_tool_use": TRUTH}),
+        closed({"type": {"const": "tool"}, "name": TEXT}),
+    ),
     "thinking": closed({"type": {"enum": ["enabled", "adaptive", "disabled"]}}),
 }
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
@@ -76,7 +79,10 @@ RESPONSES = SAMPLING | {
     "max_output_tokens": NEW,
     "stream": TRUTH,
     "tools": listed(block("function", {"name": FUNCTION}, {"description": TEXT, "parameters": OBJECT})),
-    "tool_choice": {"enum": ["auto", "none"]},
+    "tool_choice": either(
+        {"enum": ["auto", "none", "required"]}, closed({"type": {"const": "function"}, "name": TEXT})
+    ),
+    "text": closed({}, {"format": closed({"type": {"enum": ["text", "json_object"]}})}),
     "parallel_tool_calls": TRUTH,
     "reasoning": closed({}, {"effort": {"enum": list(openai.EFFORTS)}}),
 }

@@ -132,6 +132,18 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
         assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
 
 
+@pytest.mark.parametrize(("data", "parts"), [(2, 2)])
+def test_constrained_answers_over_a_mesh_are_those_of_one_device(data, parts):
+    each = [bj.regex("([a-z]{2} ){3}end"), None, bj.choice(["north", "south"]), bj.regex("[0-9]{6}"), None]
+    options = {"max_new_tokens": 20, "constraint": each, "ignore_eos": True}
+    whole, sharded = (load("tiny-llama:q8_0", "packed", mesh) for mesh in (None, bj.make_mesh(data, parts)))
+    prompts, params = PROMPTS[:5], SAMPLING[:5]
+    want = bj.generate(whole, prompts, sampling=params, **options)
+    got = bj.generate(sharded, prompts, sampling=params, **options)
+    assert_same([out.tokens for out in got], [out.tokens for out in want])
+    assert [out.text for out in got][2] in ("north", "south")
+
+
 def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
     """The command, with both options: rows, pages and context are those that `generate` has above, so nothing
     is compiled."""

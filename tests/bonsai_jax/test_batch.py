@@ -167,6 +167,29 @@ def test_a_line_that_cannot_be_met_says_which_field_and_the_others_go_on(answers
     )
 
 
+def test_answers_have_the_format_that_a_line_asks_for(model, tmp_path):
+    schema = {"type": "array", "items": {"enum": ["yes", "no", 3]}, "minItems": 1, "maxItems": 3}
+    formats = {
+        "schema": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}},
+        "object": {"type": "json_object"},
+        "text": {"type": "text"},
+        "broken": {"type": "json_schema", "json_schema": {"schema": {"type": "list"}}},
+    }
+    some = [
+        asked(name, CHAT, messages=MESSAGES, max_tokens=40, seed=1, n=2, response_format=value)
+        for name, value in formats.items()
+    ]
+    report = batch.run(model, write(tmp_path / "in.jsonl", some), tmp_path / "out.jsonl", JOB)
+    lines = read(tmp_path / "out.jsonl")
+    assert (report.lines, report.errors) == (3, 1)
+    for choice in choices((lines, report), "schema"):
+        assert set(json.loads(choice["message"]["content"])) <= {"yes", "no", 3}
+    for choice in choices((lines, report), "object"):
+        assert choice["message"]["content"].startswith("{")
+    error = lines["broken"]["response"]["body"]["error"]
+    assert error["param"] == "response_format" and "Invalid type: list" in error["message"]
+
+
 def test_the_package_openai_reads_the_answers(answers):
     pytest.importorskip("openai")
     from openai.types import Completion
@@ -216,10 +239,32 @@ def test_the_package_openai_reads_the_answers(answers):
             "messages[0].content[0]: {'type': 'image_url', 'image_url': {}} is not a part of type text",
         ),
         (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, 'top_logprobs: needs "logprobs": true'),
+        (TEXT, {"prompt": "x", "response_format": "json"}, "response_format: 'json' is not an object"),
         (
             CHAT,
-            {"messages": MESSAGES, "response_format": {"type": "json_object"}},
-            "response_format: {'type'",
+            {"messages": MESSAGES, "response_format": {"type": "xml"}},
+            "response_format.type: 'xml' is not supported, only text, json_object, json_schema",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_object", "schema": {}}},
+            "response_format.schema: not a field of a format of type json_object",
+        ),
+        (
+            CHAT,
+            {"messages": MESSAGES, "response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema: None is not an object",
+        ),
+        (
+            CHAT,
+            {
+                "messages": MESSAGES,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"schema": {"enum": ["x" * 70_000]}},
+                },
+            },
+            "response_format.json_schema.schema: json_schema has 70,0",
         ),
     ],
 )

@@ -85,13 +85,13 @@ def consumes(own: LLMatcher, text: str) -> bool:
 def test_what_models_write_is_allowed(name):
     plain = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}, "now": EMPTY}
     written = WRITTEN[name].replace(', "id": "Ab1Cd2Ef3"', "")
-    for thinks, before in ((False, ""), (True, "Hm.</think>\n\n")):
+    for thought, before in (("none", ""), ("begun", "Hm.</think>\n\n"), ("possible", "<think>a</think>")):
         for choice in ("auto", "required", "weather"):
-            grammar = tool_grammar(BY_NAME[name], plain, choice, thinks=thinks)
-            assert consumes(LLMatcher(TOKENIZER, grammar), before + written), (choice, thinks)
-        grammar = tool_grammar(BY_NAME[name], plain, "auto", thinks=thinks)
+            grammar = tool_grammar(BY_NAME[name], plain, choice, thought=thought)
+            assert consumes(LLMatcher(TOKENIZER, grammar), before + written), (choice, thought)
+        grammar = tool_grammar(BY_NAME[name], plain, "auto", thought=thought)
         assert consumes(LLMatcher(TOKENIZER, grammar), before + "Just text.")
-        grammar = tool_grammar(BY_NAME[name], plain, "required", thinks=thinks)
+        grammar = tool_grammar(BY_NAME[name], plain, "required", thought=thought)
         assert not consumes(LLMatcher(TOKENIZER, grammar), before + "Just text.")
     assert name in SEVERAL
 

@@ -116,6 +116,23 @@ def test_minus_one_generates_to_the_end_of_the_context():
     assert answer["prompt_tokens"] + len(answer["tokens"]) == 32
 
 
+def test_answers_match_a_constraint(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "list.gbnf"
+    schema.write_text('{"type": "array", "items": {"enum": [1, "é"]}, "minItems": 1, "maxItems": 3}')
+    grammar.write_text('root ::= "a" ("b" | "c")\n')
+    common = ("generate", "x", "-m", TINY, "-n", 40, "-s", 1, "--json")
+
+    def text(*option):
+        done = run(*common, *option)
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)["text"]
+
+    assert set(json.loads(text("--json-schema", schema))) <= {1, "é"}
+    assert re.fullmatch("[0-9]{3}", text("--regex", "[0-9]{3}"))
+    assert text("--grammar", grammar) in ("ab", "ac")
+    assert text("--choice", "north", "--choice", "south") in ("north", "south")
+
+
 def test_interrupt_ends_with_130(monkeypatch):
     def stream(*_, **__):
         yield bj.Piece("begun", [1])
@@ -193,6 +210,13 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
         (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens per sequence"),
+        (
+            ("generate", "x", "-m", TINY, "--regex", "(a"),
+            1,
+            'error: regex: unclosed group, invalid regex "(a"',
+        ),
+        (("generate", "x", "--regex", "a", "--choice", "b"), 2, "--regex and --choice: give one of them"),
+        (("generate", "x", "--json-schema", "BLANK"), 1, "error: json_schema: schema is not JSON"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
         (("bench", "-m", TINY, "-p", "many"), 2, "'many' is not a list of sizes"),
         (("bench", "-m", TINY, "-p", 0, "-n", 0), 2, "nothing to measure"),

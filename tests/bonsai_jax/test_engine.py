@@ -287,7 +287,7 @@ def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch
 def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
     """The thread that dispatches competes for the GIL with the one that reads. It needs 20 ms here."""
     thread, begun, read = engine._loop.runner._thread, [], []
-    submit, extend = thread.submit, Loop._extend
+    submit, tell = thread.submit, Loop._tell
 
     def slow(run):
         def later():
@@ -299,10 +299,10 @@ def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
 
     def noted(self, *arguments):
         read.append((len(begun), bool(self._flying)))
-        return extend(self, *arguments)
+        return tell(self, *arguments)
 
     monkeypatch.setattr(thread, "submit", slow)
-    monkeypatch.setattr(Loop, "_extend", noted)
+    monkeypatch.setattr(Loop, "_tell", noted)
     engine.submit(prompt(10, 43), GREEDY, max_new_tokens=80, ignore_eos=True).result(300)
     after = [count > i + 1 for i, (count, more) in enumerate(read) if more]
     assert len(after) > 2 and all(after)

@@ -108,8 +108,9 @@ def test_thinking_and_tool_choices():
     choice = {"type": "auto", "disable_parallel_tool_use": True}
     assert not anthropic_messages.request(CLAUDE | {"tool_choice": choice}).parallel_calls
     assert anthropic_messages.request(CLAUDE | {"tool_choice": {"type": "none"}}).tools == []
-    with pytest.raises(FieldError, match="tool_choice: 'any' is not supported"):
-        anthropic_messages.request(CLAUDE | {"tool_choice": {"type": "any"}})
+    assert anthropic_messages.request(CLAUDE | {"tool_choice": {"type": "any"}}).tool_choice == "required"
+    named = anthropic_messages.request(CLAUDE | {"tool_choice": {"type": "tool", "name": "now"}})
+    assert named.tool_choice == "now" and named.is_constrained and not request.is_constrained
 
 
 def test_items_become_messages():
@@ -161,7 +162,8 @@ def test_items_become_messages():
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id"),
         ({"input": "x", "background": True}, "background"),
         ({"input": "x", "reasoning": {"effort": "much"}}, "reasoning.effort"),
-        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "yaml"}}}, "text.format.type"),
+        ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
         ({"input": "x", "tools": [{"type": "function", "name": ""}]}, "tools[0].function.name"),
         ({"input": "x", "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
     ],

@@ -1,8 +1,8 @@
 """Every policy of the scheduler, as tables of decisions.
 
 A plan is written as text: "a[0:8] b[0:4] in 4x8, ab x2" reads a's tokens 0 to 8 and b's 0 to 4 in an array of
-4 rows of 8 tokens, and then decodes a and b for 2 steps. Pages have 4 tokens. test_scheduler_tokens.py runs
-the plans.
+4 rows of 8 tokens, and then decodes a and b for 2 steps. "draw a, read ab" are halves of split steps. Pages
+have 4 tokens. test_scheduler_tokens.py runs the plans.
 """
 
 import itertools
@@ -22,6 +22,7 @@ def scheduler(devices: int = 1, **changed) -> Scheduler:
     limits = {"max_batch_size": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": SHAPES}
     made = Scheduler(Limits(**limits | {"prefill_cost": 8, "steps": 16} | changed), devices)
     made.compiled |= {*made.limits.row_sizes, *made.limits.shapes}
+    made.compiled_split |= made.compiled
     return made
 
 
@@ -49,7 +50,10 @@ def plan(s: Scheduler, requests: dict[str, Request]) -> str:
     reads = [f"{name(r.request)}[{r.first}:{r.first + r.count}]" for r in itertools.chain(*made.reads)]
     writes = "".join(map(name, itertools.chain(*made.writes)))
     reading = [f"{' '.join(reads)} in {made.shape[0]}x{made.shape[1]}"] if reads else []
-    return ", ".join(reading + ([f"{writes} x{made.steps}"] if writes else []))
+    draws = "".join(name(request) for request, _ in itertools.chain(*made.draws))
+    drawing = [f"draw {draws}"] if draws else []
+    decoding = [f"read {writes}" if made.split else f"{writes} x{made.steps}"] if writes else []
+    return ", ".join(reading + drawing + decoding)
 
 
 def draw(request: Request, *counts: int) -> None:
@@ -468,3 +472,59 @@ def test_the_least_recently_used_checkpoint_is_overwritten(checkpoints, first):
         finish(s, requests[name])
     requests |= add(s, c=([*LONG, 2], 1))
     assert s.plan().reads[0][0].first == first
+
+
+# Split steps, while a request has a constraint.
+
+BOUND = {"constrained": True}
+
+
+def test_a_request_draws_when_its_mask_is_ready_and_others_go_on():
+    s = scheduler(**TOGETHER)
+    requests = add(s, a=(4, 9, BOUND), b=(4, 9))
+    a, b = requests.values()
+    assert plan(s, requests) == "a[0:4] b[0:4] in 4x8, draw ab, read ab"
+    draw(a, 1)
+    draw(b, 1)
+    assert plan(s, requests) == "draw b, read b"  # a's token is read, and its mask is not there
+    draw(b, 1)
+    a.ready = True
+    assert plan(s, requests) == "draw ab, read ab" and not a.ready and b.ready
+
+
+def test_rows_enter_and_leave_split_steps_where_they_are():
+    """a has drawn the token that it reads first; and draws first what it has read."""
+    s = scheduler(steps=2, **TOGETHER)
+    requests = add(s, a=(4, 9))
+    assert plan(s, requests) == "a[0:4] in 4x8, a x2"
+    requests |= add(s, b=(4, 9, BOUND))
+    assert plan(s, requests) == "b[0:4] in 4x8, draw b, read ab"
+    s.end(requests["b"])
+    assert plan(s, requests) == "draw a, a x2"
+    assert list(requests["a"].flights) == [(1, 1), (2, 2), (1, 1), (2, 2)]
+    assert plan(s, requests) == "a x2"
+
+
+def test_forced_tokens_are_read_in_one_chunk_where_pages_allow():
+    s = scheduler(pages=4)
+    requests = add(s, a=(5, 11, BOUND))
+    (a,) = requests.values()
+    assert plan(s, requests) == "a[0:5] in 1x8, draw a, read a"
+    draw(a, 1)
+    assert not s.force(a, [1, 2, 3]) and not s.force(a, [1] * 11) and a.said == [7]  # few; more than 4 pages
+    assert s.force(a, [1, 2, 3, 4]) and a.said == [7, 1, 2, 3, 4] and len(a.table) == 3
+    a.ready = True
+    assert plan(s, requests) == "a[6:10] in 1x8, draw a, read a"
+
+
+def test_the_last_draw_reads_nothing():
+    s = scheduler()
+    requests = add(s, a=(4, 2, BOUND))
+    (a,) = requests.values()
+    assert plan(s, requests) == "a[0:4] in 1x8, draw a, read a"
+    draw(a, 1)
+    a.ready = True
+    assert plan(s, requests) == "draw a"
+    finish(s, a)
+    assert plan(s, requests) == "" and s.constrained == 0
+    assert s.devices[0].pages.available == 24 and len(s.devices[0].free_rows) == 4

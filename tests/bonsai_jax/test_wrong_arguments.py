@@ -111,6 +111,10 @@ CALLS = {
             "max_new_tokens": const(4),
         },
     ),
+    "json_schema": fill(bj.json_schema, {}),
+    "regex": fill(bj.regex, {}),
+    "grammar": fill(bj.grammar, {}),
+    "choice": fill(bj.choice, {}),
     "generate": fill(bj.generate, {"model": tiny, "prompts": const("One")}),
     "stream": lambda **wrong: next(fill(bj.stream, {"model": tiny, "prompt": const("One")})(**wrong)),
     "logits": fill(bj.logits, {"model": tiny, "token_ids": const([1, 2])}),
@@ -158,6 +162,7 @@ ANSWERS = {
     "stop": NO_STOPS,
     "ignore_eos": WRONG_FLAGS,
     "speculate": NO_TEXTS,
+    "constraint": NOT_OURS,
     "model": NOT_A_MODEL,
 }
 WRONG = {
@@ -213,6 +218,10 @@ WRONG = {
         "ignore_eos": WRONG_FLAGS,
         "speculate": NO_TEXTS,
     },
+    "json_schema": {"schema": [3, NAN, None, True, [3], {3: object()}, object(), len, b"{}", "[", "3"]},
+    "regex": {"pattern": [3, NAN, None, True, [3], {}, object(), len, b"a"]},
+    "grammar": {"text": [3, NAN, None, True, [3], {}, object(), len, b"a"]},
+    "choice": {"texts": [3, NAN, None, True, [3], {}, object(), len, b"a", "a", [], [""], ["a", 3]]},
     "generate": ANSWERS | {"progress": [3, NAN, object(), "yes", [3]], "prompts": [3, None, {3: 3}, [[]]]},
     "stream": ANSWERS | {"prompt": NO_TOKENS},
     "logits": {"model": NOT_A_MODEL, "token_ids": NO_TOKENS},
@@ -227,7 +236,9 @@ WRONG = {
         "speculate": NO_TEXTS,
         **DRAWS,
     },
-    "submit": {name: ANSWERS[name] for name in ("max_new_tokens", "sampling", "stop", "ignore_eos")}
+    "submit": {
+        name: ANSWERS[name] for name in ("max_new_tokens", "sampling", "stop", "ignore_eos", "constraint")
+    }
     | {"prompt": NO_TOKENS, "priority": WRONG_INTEGERS, "n": FROM_1, "logprobs": WRONG_COUNTS},
     "result": {"timeout_s": [*NO_NUMBERS, *TRUTHS, NAN, -1, -INF]},
     "prefill": {"state": NOT_OURS, "config": NOT_OURS, "params": NOT_OURS, **DRAWS},

@@ -8,7 +8,7 @@ are a kind of message (answer_parser.Harmony).
 """
 
 from collections.abc import Container, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from bonsai_jax.tokens.calls import (
     deepseek,
@@ -25,6 +25,8 @@ from bonsai_jax.tokens.calls import (
 )
 from bonsai_jax.tokens.calls.format import Format
 from bonsai_jax.tokens.calls.grammar import Rules
+
+Thought = Literal["none", "possible", "begun"]
 
 # In this order a template is looked through: formats that share a sign with a later one come first.
 FORMATS = (
@@ -66,7 +68,7 @@ def tool_grammar(
     choice: str = "auto",
     *,
     parallel: bool = True,
-    thinks: bool = False,
+    thought: Thought = "none",
     control_ids: Mapping[str, int] | None = None,
 ) -> str:
     """A grammar (llguidance's Lark) for answers with calls whose arguments keep to their schemas.
@@ -75,7 +77,8 @@ def tool_grammar(
     choice       "auto": text, and calls where the model begins one; "required": calls alone; or the name of
                  the one function to be called
     parallel     whether an answer may have several calls
-    thinks       whether the answer begins within a thought, which </think> ends, and which is free
+    thought      "begun": the answer begins within a thought, which </think> ends, and which is free;
+                 "possible": it may begin with one
     control_ids  the control tokens of the vocabulary, {name: id}
     Raises ValueError for a name that is no tool's.
     """
@@ -91,6 +94,8 @@ def tool_grammar(
         start = f"{rules.text(shape.opening)} {calls} | /([^{{](.|\\n)*)?/"
     else:
         start = f"({rules.until(shape.opening)} {calls}){'*' if parallel else '?'} TEXT"
-    if thinks:
+    if thought == "begun":
         start = f"{rules.until('</think>')} /\\s*/ ({start})"
+    elif thought == "possible" and choice != "auto":
+        start = f"({rules.text('<think>')} {rules.until('</think>')} /\\s*/)? ({start})"
     return rules.written(start)

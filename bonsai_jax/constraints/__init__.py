@@ -1,0 +1,32 @@
+"""Constrained output: answers that match a JSON schema, a regular expression, a grammar, or one of some texts
+(docs/constrained.md).
+
+    constraint.py   Constraint, a value, and the functions that make one
+    compiled.py     a Constraint for a model's tokens, through llguidance: compile, Matcher
+    masks.py        masks of the tokens that may come next, made in threads
+
+    Constraint --compile, once--> Compiled --for each answer--> Matcher
+    a token that was drawn -> Matcher -> a bit for each token that may come next, or tokens that must
+"""
+
+from bonsai_jax.constraints.compiled import Compiled, Matcher, compile
+from bonsai_jax.constraints.constraint import (
+    Constraint,
+    choice,
+    grammar,
+    json_object,
+    json_schema,
+    regex,
+)
+
+__all__ = [
+    "Compiled",
+    "Constraint",
+    "Matcher",
+    "choice",
+    "compile",
+    "grammar",
+    "json_object",
+    "json_schema",
+    "regex",
+]

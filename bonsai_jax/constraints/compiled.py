@@ -1,0 +1,224 @@
+"""A Constraint for the tokens of one model: compiled by llguidance, and followed token by token.
+
+llguidance has a trie of all tokens' bytes. A parser walks it from where an answer stands, and what it can
+reach are the tokens that may come next. Forced tokens are those of the only text that can follow, cut as the
+tokenizer would cut it; an answer always gets them, so that its tokens do not depend on how they are read.
+"""
+
+import functools
+import json
+import re
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import UInt32
+
+from bonsai_jax.constraints.constraint import Constraint
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import CONTROL, UNKNOWN
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+MOST_COMPILED = 256  # constraints of a tokenizer that stay compiled; the least recently used go first
+# Beyond these a constraint is an error: a state of the lexer takes 1 to 2 KB.
+LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_errors": False}
+# JSON as json.dumps writes it. Where any whitespace may come, small models write nothing else.
+JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+_LOCK = threading.Lock()
+
+
+def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "Compiled":
+    """The constraint for these tokens, compiled or found among those that were. It may be called in any
+    thread; llguidance releases the GIL.
+
+    vocab_size   of the model, which can exceed the tokenizer's
+    Raises ValueError for a constraint that cannot be compiled, or that no text matches, and ImportError where
+    llguidance is not installed.
+    """
+    tokens = _tokens(tokenizer, vocab_size)
+    with _LOCK:
+        if compiled := tokens.compiled.get(constraint):
+            tokens.compiled.move_to_end(constraint)
+            return compiled
+    compiled = Compiled(constraint, tokens)
+    with _LOCK:
+        tokens.compiled[constraint] = compiled
+        while len(tokens.compiled) > MOST_COMPILED:
+            tokens.compiled.popitem(last=False)
+    return compiled
+
+
+class Compiled:
+    """A constraint for a model's tokens, of which each answer gets a Matcher."""
+
+    def __init__(self, constraint: Constraint, tokens: "_Tokens"):
+        from llguidance import LLMatcher, LLParserLimits
+
+        own = LLMatcher(tokens.trie, _grammar(constraint), log_level=0, limits=LLParserLimits(**LIMITS))
+        self._start = Matcher(constraint.kind, tokens, own)
+        self._start.find()
+
+    def matcher(self) -> "Matcher":
+        """At the beginning of an answer, with what may come first."""
+        with _LOCK:
+            return self._start.copy()
+
+
+class Matcher:
+    """Where one answer stands in its constraint. One thread at a time.
+
+    forced    tokens that must come next, in this order; [] where there is more than one way
+    ends      after these the answer is complete
+    complete  nothing may follow but the end
+    past_end  the answer goes on as long as it can: tokens that end it are not allowed
+    """
+
+    def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
+        self._kind, self._tokens, self._own = kind, tokens, own
+        self._bits = np.zeros(tokens.words, np.uint32)
+        self.forced: list[int] = []
+        self.ends = self.complete = self.past_end = False
+
+    @property
+    def allowed(self) -> UInt32[np.ndarray, "words"]:
+        """Bit i % 32 of word i // 32: token i may be drawn next. As `find` found it."""
+        if self.forced:
+            return _one(self.forced[0], len(self._bits))
+        return self._bits & ~self._tokens.end_bits if self.past_end else self._bits
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
+        them, or has become too large."""
+        self._go_on(self._own, tokens)
+        same = self.forced[: len(tokens)] == list(tokens)
+        self.forced = self.forced[len(tokens) :] if same else []
+        self.complete = self._own.is_stopped()
+
+    def find(self) -> None:
+        """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
+        or the constraint has become too large."""
+        if self.forced or self.complete:
+            return
+        self.forced = self._own.compute_ff_tokens()
+        if self.forced:
+            after = self._own.deep_copy()
+            self._go_on(after, self.forced)
+            self.ends = after.is_stopped()
+        else:
+            self._bits = np.zeros_like(self._bits)
+            self._own.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
+        if self._own.is_error():
+            raise ValueError(f"{self._kind}: {_reason(self._own)}")
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place."""
+        new = Matcher(self._kind, self._tokens, self._own.deep_copy())
+        new._bits, new.forced = self._bits, list(self.forced)
+        new.ends, new.complete, new.past_end = self.ends, self.complete, self.past_end
+        return new
+
+    def _go_on(self, own: "LLMatcher", tokens: Sequence[int]) -> None:
+        if not own.consume_tokens(list(tokens)):
+            raise ValueError(f"{self._kind}: {_reason(own)}")
+
+
+class _Tokens:
+    """A model's tokens as llguidance has them, and the constraints that are compiled for them."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int):
+        try:
+            import llguidance
+        except ImportError:
+            raise ImportError('constraints need llguidance: pip install "bonsai-jax[constraints]"') from None
+        ends = [token for token in sorted(tokenizer.eos_ids) if token < vocab_size]
+        if not ends:
+            raise ValueError("constraint: this model's tokenizer has no token that ends an answer")
+        wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, vocab_size, ends[0]))
+        self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
+        self.words = -(-vocab_size // 32)
+        self.end_bits = functools.reduce(np.bitwise_or, [_one(token, self.words) for token in ends])
+        self.compiled: OrderedDict[Constraint, Compiled] = OrderedDict()
+
+
+class _Encoder:
+    """A Tokenizer with the attributes that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_id: int):
+        self.eos_token_id, self.bos_token_id = eos_token_id, None
+        self.tokens = [tokenizer.token_bytes(id) for id in range(vocab_size)]
+        kinds = enumerate(tokenizer.kinds[:vocab_size])
+        self.special_token_ids = [id for id, kind in kinds if kind in (CONTROL, UNKNOWN)]
+        # Not the tokenizer itself, which goes when its model goes (_OF_TOKENIZERS).
+        self._encoder, self._space_prefix = tokenizer.encoder, tokenizer.space_prefix
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        """Ids of a text that continues another."""
+        text = text.decode() if isinstance(text, bytes) else text
+        if not self._space_prefix:
+            return self._encoder(text, False)
+        # The tokenizer puts a space before a text: let it do so before a line that is then cut off.
+        ids, at = self._encoder("\n" + text, False), 0
+        for i, id in enumerate(ids):
+            if at >= len(b" \n"):
+                return ids[i:]
+            at += len(self.tokens[id])
+        return []
+
+
+_OF_TOKENIZERS: "weakref.WeakKeyDictionary[Tokenizer, dict[int, _Tokens]]" = weakref.WeakKeyDictionary()
+_MAKING = threading.Lock()
+
+
+def _tokens(tokenizer: Tokenizer, vocab_size: int) -> _Tokens:
+    """Made once for each tokenizer; that takes half a second for 50,000 tokens."""
+    with _MAKING:
+        sizes = _OF_TOKENIZERS.setdefault(tokenizer, {})
+        if vocab_size not in sizes:
+            sizes[vocab_size] = _Tokens(tokenizer, vocab_size)
+        return sizes[vocab_size]
+
+
+def _grammar(constraint: Constraint) -> str:
+    """As llguidance takes it."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    text = constraint.text
+    if constraint.kind == "json_schema":
+        try:
+            return LLMatcher.grammar_from_json_schema(text, JSON)
+        except ValueError as error:
+            raise ValueError(f"json_schema: {error}") from None
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(text)
+    if constraint.kind == "choice":  # a terminal: as rules, many texts would take long
+        texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in json.loads(text))
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {texts}")
+    try:
+        return LLMatcher.grammar_from_lark(any_to_lark(text))
+    except Exception as error:  # of any kind: it is not ours
+        raise ValueError(f"grammar: {error}") from None
+
+
+def _reason(own: Any) -> str:
+    """Why a matcher has failed, on one line."""
+    error = own.get_error().strip()
+    if "NoExtension" in error:
+        return "no text matches it"
+    if wrong := re.search(r'(invalid regex ".*").*?^error: (.*?)$', error, re.DOTALL | re.MULTILINE):
+        return f"{wrong[2]}, {wrong[1]}"[:300]
+    lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
+    lines = lines[: next((i for i, line in enumerate(lines) if line.startswith("<backtrace>")), None)]
+    return " ".join(lines)[:300] or "it does not allow this token"
+
+
+def _one(token: int, words: int) -> UInt32[np.ndarray, "words"]:
+    bits = np.zeros(words, np.uint32)
+    bits[token // 32] = np.uint32(1) << np.uint32(token % 32)
+    return bits
