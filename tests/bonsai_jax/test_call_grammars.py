@@ -96,6 +96,15 @@ def test_what_models_write_is_allowed(name):
     assert name in SEVERAL
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_call_that_has_begun_in_free_text_cannot_break(name):
+    grammar = BY_NAME[name].grammar
+    own, words = matcher(name, "auto"), "" if grammar.whole_answer else "Hi. "
+    begun = list(f"{words}{grammar.opening}".encode())
+    assert own.try_consume_tokens(begun) == len(begun) and not own.is_accepting()
+    assert own.try_consume_tokens(list(b"zzz")) == 0
+
+
 def test_a_call_alone_where_calls_are_not_parallel():
     two = WRITTEN["hermes"] + "\n" + WRITTEN["hermes"]
     plain = {"weather": {"type": "object", "properties": {"city": {"type": "string"}}}}
