@@ -52,7 +52,11 @@ class Answers:
         try:
             asked = request, model, self._defaults(line.number)
             # To compile a constraint may take a second, in which other lines go on.
-            each = await asyncio.to_thread(submissions, *asked) if request.constraint else submissions(*asked)
+            each = (
+                await asyncio.to_thread(submissions, *asked)
+                if request.is_constrained
+                else submissions(*asked)
+            )
             handles = [submitted(self.engine, request, one) for one in each]
         except FieldError as error:
             return failed(line, error)

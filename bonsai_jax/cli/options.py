@@ -6,7 +6,7 @@ import dataclasses
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -361,7 +361,7 @@ class ConstraintOptions:
         return getattr(constraints, name)(text.read(value) if isinstance(value, Path) else value)
 
 
-def template_variables(think: bool | None) -> dict[str, bool]:
+def template_variables(think: bool | None) -> dict[str, Any]:
     """Variables of the chat template for --think and --no-think; {} if neither is given."""
     return {} if think is None else {"enable_thinking": think}
 

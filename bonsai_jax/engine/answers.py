@@ -25,6 +25,7 @@ class Output:
     cached_tokens  tokens of the prompt whose keys and values were in the cache and were not read again
     activations  {site: float32 [layers, tokens, ...]}, what `generate(read=)` names, at the position from
               which each of `tokens` was drawn; None unless asked for
+    stop      the stop string that ended it; None if another thing did
     """
 
     text: str
@@ -35,6 +36,7 @@ class Output:
     steps: int = 0
     cached_tokens: int = 0
     activations: dict[str, np.ndarray] | None = None
+    stop: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Piece:
     steps          decode steps that drew `tokens`; 0 for the first token, which prefill draws
     index          the number of the answer, of a request for several
     cached_tokens  in the first piece: as in Output
+    stop           in the last piece: as in Output
     """
 
     text: str
@@ -57,6 +60,7 @@ class Piece:
     steps: int = 0
     index: int = 0
     cached_tokens: int = 0
+    stop: str | None = None
 
 
 def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
@@ -70,6 +74,7 @@ def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
         jax.tree.map(lambda *parts: np.concatenate(parts), *scores) if scores else None,
         sum(piece.steps for piece in pieces),
         sum(piece.cached_tokens for piece in pieces),
+        stop=pieces[-1].stop,
     )
 
 
@@ -99,7 +104,8 @@ class Reader:
         """
         text, tokens, reason = self._read(drawn, ended, complete)
         scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
-        return Piece(text, tokens, reason, scores, steps, self.index)
+        ends = [own for own in self.stop if reason == "stop" and self.pending.startswith(own, len(text))]
+        return Piece(text, tokens, reason, scores, steps, self.index, stop=ends[0] if ends else None)
 
     def _read(self, drawn, ended: bool, complete: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []

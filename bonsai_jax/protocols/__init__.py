@@ -11,6 +11,8 @@ A protocol is one file, with
 
     openai_chat.py          /v1/chat/completions
     openai_completions.py   /v1/completions
+    openai_responses.py     /v1/responses; its input: responses_input.py, its output: responses_items.py
+    anthropic_messages.py   /v1/messages; its blocks: anthropic_content.py
 
 They share
 
@@ -20,6 +22,8 @@ They share
     answers.py      what whole() and Stream write: Answer, Part, Head, Usage
     openai.py       fields and objects that OpenAI's protocols have in common
     openai_messages.py   the messages of a chat
+    tools.py        functions that may be called
+    conversation.py   where the system's messages stand
     submit.py       a Request as arguments of Engine.submit
 
 strict: batch refuses a field that it does not know, because an answer that ignores one would answer another

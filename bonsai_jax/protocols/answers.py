@@ -34,7 +34,7 @@ class Part:
     index     of the answer: n for each prompt, prompt by prompt
     text      as the model writes it
     events    what the text says, of chats: thoughts, the answer, calls. They may come later than their text
-    tokens, logprobs, finish_reason   as in engine.answers.Piece
+    tokens, logprobs, finish_reason, stop   as in engine.answers.Piece
     echo      in the first part, if asked for
     """
 
@@ -45,6 +45,7 @@ class Part:
     logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     echo: Echo | None = None
+    stop: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Answer:
     def said(self, kind: str) -> str:
         """The text of all events of a kind."""
         return "".join(event.text for event in self.events if event.kind == kind)
+
+    @property
+    def calls(self) -> list[Event]:
+        """A named event for each call, with all its arguments; {} where the model wrote none."""
+        calls = [event for event in self.events if event.kind == "call"]
+        return [event._replace(text=event.text or "{}") for event in calls]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,24 +125,41 @@ class Parser:
     def __init__(self, request: Request, tokenizer: Tokenizer, ids: Sequence[int], index: int):
         self.index, self._events = index, None
         if request.chat:
-            self._events = _Spaced(answer_parser(tokenizer, ids))
+            self._events = _Spaced(answer_parser(tokenizer, ids, request.tools), request.parallel_calls)
 
     def next(self, piece: Piece, echo: Echo | None = None) -> Part:
         last = piece.finish_reason is not None
         events = [] if self._events is None else self._events.next(piece.text, last)
-        return Part(self.index, piece.text, events, piece.tokens, piece.logprobs, piece.finish_reason, echo)
+        end = piece.finish_reason
+        return Part(self.index, piece.text, events, piece.tokens, piece.logprobs, end, echo, piece.stop)
 
 
 class _Spaced:
-    """Events without the blank lines that models write around their thoughts."""
+    """Events without the blank lines that models write around their thoughts.
 
-    def __init__(self, parser: Tags | Harmony):
+    parallel  False: what comes after the first call is left out
+    """
+
+    def __init__(self, parser: Tags | Harmony, parallel: bool):
         self._parser, self._last, self._spaces = parser, "", ""
         self._trim = False  # the next text begins after a mark
+        self._parallel, self._over = parallel, False
 
     def next(self, text: str, last: bool) -> list[Event]:
         events = self._parser.next(text) + (self._parser.end() if last else [])
-        return [event for event in map(self._trimmed, events) if event.text or event.name is not None]
+        out = []
+        for event in events:
+            if self._is_over(event):
+                break
+            event = self._trimmed(event)
+            if event.text or event.name is not None:
+                out.append(event)
+        return out
+
+    def _is_over(self, event: Event) -> bool:
+        after_call = self._last == "call" and (event.name is not None or event.kind != "call")
+        self._over = self._over or (after_call and not self._parallel)
+        return self._over
 
     def _trimmed(self, event: Event) -> Event:
         kind, text, name = event

@@ -137,11 +137,16 @@ def response_format(name: str, value: Any) -> Constraint | None:
     given = json_object(where, value.get(kind))
     for other in given.keys() - {"name", "description", "schema", "strict"}:
         raise FieldError(f"{where}.{other}", "not a field; it has name, description, schema and strict")
-    schema = json_object(f"{where}.schema", given.get("schema"))
+    return json_schema(f"{where}.schema", given.get("schema"))
+
+
+def json_schema(name: str, value: Any) -> Constraint:
+    """The constraint of a JSON schema."""
+    schema = json_object(name, value)
     try:
         return constraints.json_schema(schema)
     except ValueError as error:
-        raise FieldError(f"{where}.schema", str(error)) from None
+        raise FieldError(name, str(error)) from None
 
 
 def only(*allowed: Any) -> Callable[[str, Any], Any]:

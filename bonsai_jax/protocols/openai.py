@@ -35,6 +35,7 @@ KINDS = {  # of errors, by status
 }
 LEAST_LOGPROB = -9999.0
 DONE = ServerEvent("[DONE]")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
 
 
 def _stream_options(name: str, value: Any) -> bool:
@@ -50,6 +51,14 @@ COMMON: dict[str, Check] = {
     **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers
 }
 WHOLE_ONLY = {"stream": only(False)}  # what a batch takes
+
+
+def thinking(effort: str | None) -> dict[str, Any]:
+    """Variables of the chat template: gpt-oss's reads reasoning_effort, most others enable_thinking."""
+    own: dict[str, Any] = {} if effort is None else {"enable_thinking": effort != "none"}
+    if effort not in (None, "none"):
+        own["reasoning_effort"] = effort
+    return own
 
 
 def streaming(given: dict[str, Any]) -> tuple[bool, bool]:

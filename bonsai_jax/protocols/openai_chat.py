@@ -1,10 +1,11 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bonsai_jax.decoding.sampling import Logprobs
-from bonsai_jax.protocols import fields, openai, openai_messages
+from bonsai_jax.protocols import fields, openai, openai_messages, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
@@ -15,7 +16,6 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 __all__ = ["PATH", "Stream", "error", "request", "whole"]
 
 PATH = "/v1/chat/completions"
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 # Names that Tokenizer.encode_chat and the template's other variables have.
 RESERVED = {"self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools"}
 FIELDS = {
@@ -23,6 +23,21 @@ FIELDS = {
     **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
     **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
 }
+
+
+def _tools(name: str, value: Any) -> list[tools.Tool]:
+    return tools.listed(name, value, lambda where, tool: tool)
+
+
+def _choice(name: str, value: Any) -> str:
+    """ "auto", "none", "required", or the name of the function to be called."""
+    if isinstance(value, str):
+        return fields.one_of("auto", "none", "required")(name, value)
+    function = fields.json_object(f"{name}.function", fields.json_object(name, value).get("function"))
+    return fields.text(f"{name}.function.name", function.get("name"))
+
+
+TOOLS = {"tools": _tools, "tool_choice": _choice, "parallel_tool_calls": fields.truth}
 
 
 def variables(name: str, value: Any) -> dict[str, Any]:
@@ -33,12 +48,15 @@ def variables(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-SERVED = {"reasoning_effort": fields.one_of(*EFFORTS), "chat_template_kwargs": variables}  # not in a batch
+SERVED = {
+    "reasoning_effort": fields.one_of(*openai.EFFORTS),
+    "chat_template_kwargs": variables,
+}  # not in a batch
 
 
 def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
     """The request in a body. Raises FieldError, which names the field."""
-    known = FIELDS | {"messages": openai_messages.check(strict)}
+    known = FIELDS | TOOLS | {"messages": openai_messages.check(strict)}
     known |= openai.WHOLE_ONLY if strict else SERVED
     given = fields.read(body, known, strict=strict, path=PATH)
     if "messages" not in given:
@@ -54,6 +72,8 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         sampling=fields.sampling(given),
         chat=True,
         template=_variables(given),
+        **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
+        parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
         stop=given.get("stop", []),
         n=given.get("n", 1),
@@ -66,12 +86,8 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
 
 
 def _variables(given: dict[str, Any]) -> dict[str, Any]:
-    """Variables of the chat template. gpt-oss's reads reasoning_effort, most others enable_thinking."""
-    effort = given.get("reasoning_effort")
-    own = {} if effort is None else {"enable_thinking": effort != "none"}
-    if effort not in (None, "none"):
-        own["reasoning_effort"] = effort
-    return own | given.get("chat_template_kwargs", {})
+    """Variables of the chat template."""
+    return openai.thinking(given.get("reasoning_effort")) | given.get("chat_template_kwargs", {})
 
 
 def whole(request: Request, answers: Sequence[Answer], head: Head, usage: Usage) -> dict[str, Any]:
@@ -81,7 +97,7 @@ def whole(request: Request, answers: Sequence[Answer], head: Head, usage: Usage)
             "index": index,
             "message": _message(answer),
             "logprobs": _logprobs(request, answer.output.tokens, answer.output.logprobs, head.tokenizer),
-            "finish_reason": openai.finish(answer.output.finish_reason),
+            "finish_reason": _finish(answer.output.finish_reason, bool(answer.calls)),
         }
         for index, answer in enumerate(answers)
     ]
@@ -93,7 +109,20 @@ def _message(answer: Answer) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.said("answer"), "refusal": None}
     if thought := answer.said("thought"):
         message["reasoning_content"] = thought
+    if answer.calls:
+        message["content"] = message["content"] or None
+        message["tool_calls"] = [_call(event) for event in answer.calls]
     return message
+
+
+def _call(event: Event) -> dict[str, Any]:
+    """A call, or its beginning."""
+    function = {"name": event.name, "arguments": event.text}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _finish(reason: str | None, calls: bool) -> str | None:
+    return "tool_calls" if calls and reason == "stop" else openai.finish(reason)
 
 
 class Stream:
@@ -102,6 +131,7 @@ class Stream:
     def __init__(self, request: Request, head: Head):
         self._request, self._head = request, head
         self._frame = openai.frame(head, "chat.completion.chunk", "chatcmpl")
+        self._calls = [0] * request.n  # that have begun, by answer
 
     def begin(self) -> list[ServerEvent]:
         delta = {"role": "assistant", "content": ""}
@@ -109,14 +139,24 @@ class Stream:
 
     def next(self, part: Part) -> list[ServerEvent]:
         scores = _logprobs(self._request, part.tokens, part.logprobs, self._head.tokenizer)
-        deltas = [delta for event in part.events if (delta := _delta(event))]
+        deltas = [self._delta(part.index, event) for event in part.events]
         chunks = []
         for delta in deltas or ([{}] if scores else []):
             chunks.append(self._chunk(part.index, delta, scores))
             scores = None  # they are those of all the text of this part
         if part.finish_reason is not None:
-            chunks.append(self._chunk(part.index, {}, finish=openai.finish(part.finish_reason)))
+            finish = _finish(part.finish_reason, self._calls[part.index] > 0)
+            chunks.append(self._chunk(part.index, {}, finish=finish))
         return chunks
+
+    def _delta(self, index: int, event: Event) -> dict[str, Any]:
+        if event.kind != "call":
+            return {{"thought": "reasoning_content", "answer": "content"}[event.kind]: event.text}
+        call: dict[str, Any] = {"function": {"arguments": event.text}}
+        if event.name is not None:
+            self._calls[index] += 1
+            call = _call(event)
+        return {"tool_calls": [{"index": self._calls[index] - 1, **call}]}
 
     def end(self, usage: Usage) -> list[ServerEvent]:
         last = [ServerEvent(self._frame | {"choices": []} | openai.usage(usage))]
@@ -129,11 +169,6 @@ class Stream:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self._request.stream_usage else {}
         return ServerEvent(self._frame | {"choices": [choice]} | usage)
-
-
-def _delta(event: Event) -> dict[str, Any]:
-    names = {"thought": "reasoning_content", "answer": "content"}
-    return {names[event.kind]: event.text} if event.kind in names else {}
 
 
 def _logprobs(

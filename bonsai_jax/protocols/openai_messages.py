@@ -5,7 +5,7 @@ from typing import Any
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.fields import Check, json_object, shown, text
 
-TEXTS = ("role", "name", "reasoning_content")  # fields that are texts
+TEXTS = ("role", "name", "reasoning_content", "tool_call_id")  # fields that are texts
 
 
 def check(strict: bool) -> Check:
@@ -29,12 +29,30 @@ def _message(where: str, value: Any, strict: bool) -> dict[str, Any]:
             message[key] = _content(f"{where}.{key}", part)
         elif key in TEXTS:
             message[key] = text(f"{where}.{key}", part)
+        elif key == "tool_calls":
+            message[key] = _calls(f"{where}.{key}", part)
         elif strict:
-            raise FieldError(f"{where}.{key}", f"not supported; messages have content, {', '.join(TEXTS)}")
-    for key in ("role", "content"):
+            names = ", ".join((*TEXTS, "tool_calls"))
+            raise FieldError(f"{where}.{key}", f"not supported; messages have content, {names}")
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
+    for key in ("role", "content", *(["tool_call_id"] if message.get("role") == "tool" else [])):
         if key not in message:
             raise FieldError(f"{where}.{key}", "missing")
     return message
+
+
+def _calls(name: str, value: Any) -> list[dict[str, Any]]:
+    """Calls of functions, as an answer has them."""
+    if not isinstance(value, list):
+        raise FieldError(name, f"{shown(value)} is not a list of calls")
+    calls = []
+    for i, call in enumerate(value):
+        where = f"{name}[{i}]"
+        function = json_object(f"{where}.function", json_object(where, call).get("function"))
+        texts = {key: text(f"{where}.function.{key}", function.get(key)) for key in ("name", "arguments")}
+        calls.append({"id": text(f"{where}.id", call.get("id")), "type": "function", "function": texts})
+    return calls
 
 
 def _content(name: str, value: Any) -> str:

@@ -14,6 +14,9 @@ class Request:
     prompts    the messages of a chat (one list of them), or texts and lists of token ids
     chat       prompts are messages, which the chat template formats
     template   variables of the chat template
+    tools      functions that may be called, as OpenAI's chat completions have them
+    tool_choice   "auto", "required", or the name of the function that must be called
+    parallel_calls   an answer may have several calls
     sampling   fields of SamplingParams
     max_new_tokens   0 only with echo
     ignore_eos continue after the model's own end tokens
@@ -30,6 +33,9 @@ class Request:
     sampling: dict[str, Any]
     chat: bool = False
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tool_choice: str = "auto"
+    parallel_calls: bool = True
     max_new_tokens: int | None = None
     stop: list[str] = dataclasses.field(default_factory=list)
     n: int = 1
@@ -39,6 +45,17 @@ class Request:
     stream: bool = False
     stream_usage: bool = False
     constraint: Constraint | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether answers must match something."""
+        return self.constraint is not None or self.constrains_calls
+
+    @property
+    def constrains_calls(self) -> bool:
+        """Whether functions must be called, or calls must keep to their schemas."""
+        forced = self.tool_choice != "auto" or any(tool.get("strict") for tool in self.tools)
+        return bool(self.tools) and forced
 
     @property
     def where(self) -> str:

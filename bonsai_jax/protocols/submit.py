@@ -6,6 +6,7 @@ Encoding texts and rendering templates may take seconds: call this outside of an
 """
 
 import dataclasses
+import json
 from typing import Any, cast
 
 from bonsai_jax import constraints
@@ -16,6 +17,8 @@ from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.request import Request
+from bonsai_jax.tokens.answer_parser import CLOSE, OPEN
+from bonsai_jax.tokens.calls import Thought, tool_grammar
 from bonsai_jax.tokens.tokenizer import Tokenizer
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, which agents look for
@@ -50,37 +53,95 @@ class Submission:
 
 
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
-    """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room, and for a
-    constraint that cannot be compiled."""
-    if request.constraint is not None:
-        _compile(request.constraint, model)
+    """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
+    prompts = prompt_ids(request, model, defaults)
+    each_constraint = [constraint(request, model, ids) for ids in prompts]
+    lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
+    sampling = dataclasses.replace(defaults.sampling, **request.sampling)
+    each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
+    how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
+    return [
+        Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, "constraint": must, **how})
+        for ids, own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
+    ]
+
+
+def constraint(request: Request, model: Model, ids: list[int]) -> Constraint | None:
+    """What answers to a prompt must match, compiled for the model; None: anything. Raises FieldError for what
+    cannot be compiled."""
+    must, where = request.constraint, "response_format"
+    if request.constrains_calls:
+        if must is not None:
+            raise FieldError("response_format", "cannot be combined with strict tools or a tool_choice")
+        must, where = _calls(request, model.tokenizer, ids), "tools"
+    if must is not None:
+        try:
+            constraints.compile(must, model.tokenizer, model.config.vocab_size)
+        except (ValueError, ImportError) as error:
+            raise FieldError(where, str(error)) from None
+    return must
+
+
+def _calls(request: Request, tokenizer: Tokenizer, ids: list[int]) -> Constraint | None:
+    """Calls of the request's tools, and if the model may choose, other text."""
+    if tokenizer.writes_harmony:
+        if request.tool_choice == "auto":
+            return None
+        raise FieldError("tool_choice", "only auto and none are supported for this model's format of calls")
+    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
+    text = tool_grammar(
+        tokenizer.known_call_format(),
+        schemas,
+        request.tool_choice,
+        parallel=request.parallel_calls,
+        thought=_thought(tokenizer, ids),
+        control_ids=tokenizer.control_ids,
+    )
     try:
-        prompts = [_ids(request, model, prompt, defaults) for prompt in request.prompts]
+        return constraints.grammar(text)
+    except ValueError as error:  # it is too long
+        raise FieldError("tools", str(error)) from None
+
+
+def _thought(tokenizer: Tokenizer, ids: list[int]) -> Thought:
+    """Whether an answer to this prompt begins with a thought."""
+    end = tokenizer.decode(ids[-8:]).rstrip()
+    if end.endswith(OPEN):
+        return "begun"
+    return "possible" if CLOSE in (tokenizer.chat_template or "") and not end.endswith(CLOSE) else "none"
+
+
+def prompt_ids(request: Request, model: Model, defaults: Defaults) -> list[list[int]]:
+    """Token ids of each prompt. Raises FieldError for one that cannot be encoded."""
+    try:
+        return [_ids(request, model, prompt, defaults) for prompt in request.prompts]
     except FieldError:
         raise
     except ValueError as error:  # ChatTemplateError is one
         raise FieldError(request.where, str(error)) from None
-    lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
-    sampling = dataclasses.replace(defaults.sampling, **request.sampling)
-    each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
-    how: dict[str, Any] = {"stop": request.stop, "ignore_eos": request.ignore_eos}
-    how |= {"logprobs": request.logprobs, "constraint": request.constraint}
-    return [
-        Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, **how})
-        for ids, own, new in zip(prompts, each, lengths, strict=True)
-    ]
 
 
-def _compile(constraint: Constraint, model: Model) -> None:
-    try:
-        constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
-    except (ValueError, ImportError) as error:
-        raise FieldError("response_format", str(error)) from None
+def chat_ids(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    template: dict[str, Any],
+    tools: list[dict[str, Any]],
+) -> list[int]:
+    """Token ids of a chat. Raises ValueError where the template refuses it, and FieldError for tools that
+    this model cannot call."""
+    if tools and not tokenizer.writes_harmony:
+        try:
+            tokenizer.known_call_format()
+        except NotImplementedError as error:
+            raise FieldError("tools", str(error).removeprefix("tools: ")) from None
+    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
 
 
-def chat_ids(tokenizer: Tokenizer, messages: list[dict[str, Any]], template: dict[str, Any]) -> list[int]:
-    """Token ids of a chat. Raises ValueError where the template refuses it."""
-    return tokenizer.encode_chat(roles(tokenizer, messages), **template)
+def chat_texts(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
+    """Everything in a chat that becomes tokens."""
+    texts = [message["content"] for message in messages]
+    calls = [message["tool_calls"] for message in messages if "tool_calls" in message]
+    return [*texts, *map(json.dumps, [*calls, *tools])]
 
 
 def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -94,10 +155,11 @@ def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str
 
 
 def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
-    texts = [message["content"] for message in prompt] if request.chat else [prompt]
+    texts = chat_texts(prompt, request.tools) if request.chat else [prompt]
     check_size(request.where, model.tokenizer, texts, defaults.most_tokens)
     if request.chat:
-        prompt = chat_ids(model.tokenizer, prompt, defaults.template | request.template)
+        template = defaults.template | request.template
+        prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
     return cast(list[int], encode(model, prompt))
 
 

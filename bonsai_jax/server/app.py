@@ -12,9 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from bonsai_jax.protocols import openai, openai_chat, openai_completions, openai_embeddings
+from bonsai_jax.protocols import (
+    anthropic_messages,
+    openai,
+    openai_chat,
+    openai_completions,
+    openai_embeddings,
+    openai_responses,
+)
 from bonsai_jax.protocols.errors import RequestError
-from bonsai_jax.server import bodies, routes_embeddings, routes_models, routes_tokens
+from bonsai_jax.server import bodies, routes_anthropic, routes_embeddings, routes_models, routes_tokens
 from bonsai_jax.server.answering import Answering
 from bonsai_jax.server.door import Door
 from bonsai_jax.server.responses import EventStream, json_response, unless_left
@@ -22,7 +29,11 @@ from bonsai_jax.server.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]
 
-PROTOCOLS = {protocol.PATH: protocol for protocol in (openai_chat, openai_completions)}
+PROTOCOLS = {
+    protocol.PATH: protocol
+    for protocol in (openai_chat, openai_completions, openai_responses, anthropic_messages)
+}
+ERRORS = PROTOCOLS | {anthropic_messages.COUNT_PATH: anthropic_messages}  # who writes them; openai elsewhere
 GETS: dict[str, Endpoint] = {
     "/v1/models": routes_models.models,
     "/v1/models/{name:path}": routes_models.model,
@@ -35,6 +46,7 @@ GETS: dict[str, Endpoint] = {
 }
 POSTS: dict[str, Endpoint] = {
     openai_embeddings.PATH: routes_embeddings.embeddings,
+    anthropic_messages.COUNT_PATH: routes_anthropic.count_tokens,
     "/tokenize": routes_tokens.tokenize,
     "/detokenize": routes_tokens.detokenize,
     "/apply-template": routes_tokens.apply_template,
@@ -59,7 +71,7 @@ def app(service: Service) -> Starlette:
     routes = [Route(path, bound(endpoint), methods=["GET"]) for path, endpoint in GETS.items()]
     routes += [Route(path, bound(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
     paths = {*GETS, *posts}
-    middleware = [Middleware(Door, service, PROTOCOLS, openai, paths)]
+    middleware = [Middleware(Door, service, ERRORS, openai, paths)]
     if service.settings.origins:
         origins = list(service.settings.origins)
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])

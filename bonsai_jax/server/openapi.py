@@ -1,46 +1,37 @@
-"""GET /openapi.json: what the server takes and gives, in OpenAPI 3.1.
+"""GET /openapi.json: what the server takes and gives, in OpenAPI 3.1. Protocols of agents: openapi_agents.py.
 
 A field that is not listed is ignored. Bounds are those of bonsai_jax/protocols/fields.py. What depends on the
 model (tokens beyond its vocabulary, prompts beyond its context) is a 400 that no schema shows.
 """
 
-from typing import Any, get_args
+from typing import get_args
 
 from bonsai_jax import choices
-from bonsai_jax.protocols import fields, openai_chat, openai_completions, openai_embeddings
-
-Schema = dict[str, Any]
-
-TEXT, TRUTH, NUMBER, WHOLE, OBJECT = (
-    {"type": t} for t in ("string", "boolean", "number", "integer", "object")
-)
-IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-
-
-def either(*schemas: Schema) -> Schema:
-    return {"anyOf": list(schemas)}
-
-
-def listed(items: Schema, least: int = 0) -> Schema:
-    return {"type": "array", "items": items, "minItems": least}
-
-
-def between(low: float, high: float, kind: str = "integer") -> Schema:
-    return {"type": kind, "minimum": low, "maximum": high}
-
-
-def closed(required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
-    """An object; null for an optional field counts as missing."""
-    nullable = {name: either(schema, {"type": "null"}) for name, schema in (optional or {}).items()}
-    return {"type": "object", "properties": required | nullable, "required": list(required)}
-
+from bonsai_jax.protocols import fields, openai, openai_chat, openai_completions, openai_embeddings
+from bonsai_jax.server import openapi_agents
+from bonsai_jax.server.schemas import (
+    CALL,
+    IDS,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    TOOL,
+    TRUTH,
+    WHOLE,
+    Schema,
+    between,
+    closed,
+    either,
+    listed,
+)  # fmt: skip
 
 MESSAGE = closed(
+    {"role": TEXT},
     {
-        "role": TEXT,
         "content": either(TEXT, listed(closed({"type": {"const": "text"}, "text": TEXT}))),
+        "tool_calls": listed(CALL),
+        **dict.fromkeys(("name", "reasoning_content", "tool_call_id"), TEXT),
     },
-    {"name": TEXT, "reasoning_content": TEXT},
 )
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
 BIASES = {
@@ -66,6 +57,10 @@ COMMON = {
     "n": between(1, fields.MOST_ANSWERS),
     "ignore_eos": TRUTH,
     "stream": TRUTH,
+    "response_format": either(
+        closed({"type": {"enum": ["text", "json_object"]}}),
+        closed({"type": {"const": "json_schema"}, "json_schema": closed({"schema": OBJECT})}),
+    ),
     "stream_options": closed({}, {"include_usage": TRUTH}),
 }
 VARIABLES = {"chat_template_kwargs": OBJECT}
@@ -73,7 +68,13 @@ CHAT = COMMON | {
     "max_completion_tokens": NEW,
     "logprobs": TRUTH,
     "top_logprobs": between(0, fields.MOST_LOGPROBS),
-    "reasoning_effort": {"enum": list(openai_chat.EFFORTS)},
+    "reasoning_effort": {"enum": list(openai.EFFORTS)},
+    "tools": listed(TOOL),
+    "tool_choice": either(
+        {"enum": ["auto", "none", "required"]},
+        closed({"type": {"const": "function"}, "function": closed({"name": TEXT})}),
+    ),
+    "parallel_tool_calls": TRUTH,
     **VARIABLES,
 }
 COMPLETION = COMMON | {
@@ -89,7 +90,7 @@ EMBEDDING = {
 }
 PROMPT = either(TEXT, IDS, listed(either(TEXT, IDS), 1))
 USAGE = closed({"prompt_tokens": WHOLE, "total_tokens": WHOLE})
-FINISH = {"enum": ["stop", "length"]}
+FINISH = {"enum": ["stop", "length", "tool_calls"]}
 
 
 def _completion(kind: str, choice: Schema) -> Schema:
@@ -106,7 +107,10 @@ def _completion(kind: str, choice: Schema) -> Schema:
     )
 
 
-ANSWER = closed({"role": {"const": "assistant"}, "content": TEXT}, {"reasoning_content": TEXT})
+ANSWER = closed(
+    {"role": {"const": "assistant"}, "content": either(TEXT, {"type": "null"})},
+    {"reasoning_content": TEXT, "tool_calls": listed(CALL)},
+)
 VECTOR = closed({"object": {"const": "embedding"}, "index": WHOLE, "embedding": either(TEXT, listed(NUMBER))})
 POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     openai_chat.PATH: (
@@ -124,6 +128,7 @@ POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
         closed({"input": PROMPT}, EMBEDDING),
         closed({"object": {"const": "list"}, "data": listed(VECTOR), "model": TEXT, "usage": USAGE}),
     ),
+    **openapi_agents.POSTS,
     "/tokenize": (
         "Token ids of a text",
         closed({"content": TEXT}, {"add_special": TRUTH, "parse_special": TRUTH}),

@@ -21,7 +21,7 @@ TOKENIZE = {
     **dict.fromkeys(("content", "prompt"), fields.text),
     **dict.fromkeys(("add_special", "add_special_tokens", "parse_special"), fields.truth),
 }
-TEMPLATE = {"chat_template_kwargs": openai_chat.variables}
+TEMPLATE = {"chat_template_kwargs": openai_chat.variables, "tools": openai_chat.TOOLS["tools"]}
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -66,7 +66,8 @@ async def apply_template(service: Service, request: Request) -> Response:
     tokenizer = service.model.tokenizer
 
     def applied() -> str:
-        return tokenizer.apply_chat_template(roles(tokenizer, given["messages"]), **variables)
+        messages, tools = roles(tokenizer, given["messages"]), given.get("tools")
+        return tokenizer.apply_chat_template(messages, tools=tools, **variables)
 
     return json_response({"prompt": await _called(service, "messages", applied)})
 

@@ -4,6 +4,10 @@ Most models think between two tags and answer behind them (`Tags`):
 
     <think>The user greets me.</think>Hello!
 
+Calls are written in one of several formats, each of which is a file in calls/:
+
+    <think>I look it up.</think><tool_call>{"name": "weather", "arguments": {"in": "Rome"}}</tool_call>
+
 gpt-oss writes messages, each with a header that says what it is; OpenAI calls the format harmony (`Harmony`):
 
     <|start|>assistant<|channel|>analysis<|message|>The user greets me.<|end|>
@@ -20,33 +24,29 @@ begin within a header. The marks are control tokens, which are text in the answe
 
 import json
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from bonsai_jax.tokens import tools as offered
+from bonsai_jax.tokens.calls.cursor import Broken, Cursor, Event, Steps, waiting
+from bonsai_jax.tokens.calls.format import Format, Tools
 
 if TYPE_CHECKING:
     from bonsai_jax.tokens.tokenizer import Tokenizer
+
+__all__ = ["Event", "Harmony", "Tags", "answer_parser"]
 
 OPEN, CLOSE = "<think>", "</think>"
 NAMES = ("start", "channel", "message", "end", "return", "call")
 MARK = re.compile(rf"<\|({'|'.join(NAMES)})\|>")
 MARKS = tuple(f"<|{name}|>" for name in NAMES)
 MOST_HEADER = 256  # characters; a longer one is text of a model that does not write harmony
+MOST_BROKEN = 32  # beginnings of calls that are none; later ones are not looked at, for they take time
 
 
-class Event(NamedTuple):
-    """More of an answer.
-
-    kind  "thought", "answer" or "call"
-    text  of a call: more of its arguments, as the model writes them, in JSON
-    name  of the function, in the first event of a call; else None
-    """
-
-    kind: Literal["thought", "answer", "call"]
-    text: str
-    name: str | None = None
-
-
-def answer_parser(tokenizer: "Tokenizer", prompt_ids: Sequence[int]) -> "Tags | Harmony":
+def answer_parser(
+    tokenizer: "Tokenizer", prompt_ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
+) -> "Tags | Harmony":
     """The parser for the answer to a prompt, in the model's format.
 
         parser = answer_parser(model.tokenizer, ids)
@@ -55,47 +55,121 @@ def answer_parser(tokenizer: "Tokenizer", prompt_ids: Sequence[int]) -> "Tags | 
                 ...
         events = parser.end()
 
-    The events of all calls are the same, joined, wherever the text is cut into pieces.
+    tools  those that the prompt offers, as OpenAI's API has them. Without them only gpt-oss calls functions,
+           and what looks like a call in another model's answer is text
+    The events of all calls are the same, joined, wherever the text is cut into pieces. Calls that are broken
+    before their arguments begin are text; broken arguments are passed on as they are.
+    Raises ValueError for tools that are none, and NotImplementedError if this model's calls are in no format
+    that we know.
     """
     if not tokenizer.writes_harmony:
-        return Tags(tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(OPEN))
+        within = tokenizer.decode(prompt_ids[-8:]).rstrip().endswith(OPEN)
+        if not tools:
+            return Tags(within)
+        return Tags(within, tokenizer.known_call_format(), offered.schemas(tools))
     _, start, last = tokenizer.decode(prompt_ids[-64:], skip_special=False).rpartition("<|start|>")
     return Harmony(last if start and "<|end|>" not in last else None)
 
 
 class Tags:
-    """Thoughts between <think> and </think>.
+    """Thoughts between <think> and </think>, and calls in a format.
 
     within  whether the text begins within a thought, because the prompt opens it
+    format  None: nothing is a call
+    tools   the functions that may be called, {name: JSON schema of the arguments}
     """
 
-    def __init__(self, within: bool = False):
-        self._within, self._pending, self._text = within, "", ""
+    def __init__(self, within: bool = False, format: Format | None = None, tools: Tools | None = None):
+        self._cursor = Cursor(keeps_spaces=format is None)
+        self._format, self._tools, self._broken = format, tools or {}, 0
+        self._content, self._calls = "", Calls()
+        self._steps = self._read(within)
 
     def next(self, text: str) -> list[Event]:
         """The events of one more piece; what may be the beginning of a tag waits for the next piece."""
-        self._text, self._pending, events = self._text + text, self._pending + text, []
-        while (at := self._pending.find(self._tag)) >= 0:
-            events += self._take(at)
-            self._pending = self._pending[len(self._tag) :]
-            self._within = not self._within
-        return events + self._take(len(self._pending) - _waiting(self._pending, (self._tag,)))
+        self._cursor.text += text
+        next(self._steps, None)
+        return self._taken()
 
     def end(self) -> list[Event]:
         """The text that still waits, at the end."""
-        return self._take(len(self._pending))
+        self._cursor.closed = True
+        next(self._steps, None)
+        return self._taken()
 
     def message(self) -> dict[str, Any]:
-        """The answer so far as chat templates read it: they look for the tags themselves."""
-        return {"role": "assistant", "content": self._text}
+        """The answer so far as chat templates read it: they look for the tags of thoughts themselves."""
+        calls = self._calls.message()
+        return {"role": "assistant", "content": self._content.rstrip() if calls else self._content} | calls
 
-    @property
-    def _tag(self) -> str:
-        return CLOSE if self._within else OPEN
+    def _read(self, within: bool) -> Steps[None]:
+        """Read the whole answer."""
+        cursor, format, fresh = self._cursor, self._format, True
+        while True:
+            if not within and fresh and format is not None and format.at_start:
+                fresh = False
+                self._answer((yield from cursor.spaces()))
+                if (yield from cursor.literal(format.at_start)):
+                    yield from self._call(format, format.at_start)
+            triggers = () if format is None or self._broken >= MOST_BROKEN else format.triggers
+            if within:
+                mark = yield from cursor.flow(self._thought, CLOSE)
+            else:
+                mark = yield from cursor.flow(self._answer, OPEN, *triggers)
+            if not mark:
+                return cursor.finish()
+            if mark in (OPEN, CLOSE):
+                self._content += mark
+                within = mark == OPEN
+            elif format is not None:
+                yield from self._call(format, mark)
 
-    def _take(self, count: int) -> list[Event]:
-        text, self._pending = self._pending[:count], self._pending[count:]
-        return [Event("thought" if self._within else "answer", text)] if text else []
+    def _call(self, format: Format, trigger: str) -> Steps[None]:
+        """Read calls behind a trigger. If there are none the trigger is text."""
+        cursor = self._cursor
+        cursor.accept()
+        before = cursor.calls
+        try:
+            yield from format.read(cursor, self._tools, trigger)
+        except Broken:
+            cursor.at = cursor.good
+            if cursor.calls == before:
+                self._broken += 1
+                self._answer(trigger)
+
+    def _answer(self, text: str) -> None:
+        self._content += text
+        self._cursor.answer(text)
+
+    def _thought(self, text: str) -> None:
+        self._content += text
+        self._cursor.thought(text)
+
+    def _taken(self) -> list[Event]:
+        events, self._cursor.events = self._cursor.events, []
+        self._calls.add(events)
+        return events
+
+
+class Calls:
+    """The calls among events."""
+
+    def __init__(self) -> None:
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, events: Sequence[Event]) -> None:
+        for kind, text, name in events:
+            if kind != "call":
+                continue
+            if name is not None:
+                self._calls.append({"name": name, "arguments": ""})
+            self._calls[-1]["arguments"] += text
+
+    def message(self) -> dict[str, Any]:
+        """Their part of a message: "tool_calls", if there are any. Arguments are objects, which templates
+        write as JSON, and text if they are no JSON."""
+        calls = [{"type": "function", "function": _with_object(call)} for call in self._calls]
+        return {"tool_calls": calls} if calls else {}
 
 
 class Harmony:
@@ -123,7 +197,7 @@ class Harmony:
             self._reach(mark[1])
         if self.ended:
             self._pending = ""
-        certain = len(self._pending) - _waiting(self._pending, MARKS)
+        certain = len(self._pending) - waiting(self._pending, MARKS)
         self._put(self._pending[:certain])
         self._pending = self._pending[certain:]
         return self._taken()
@@ -140,22 +214,17 @@ class Harmony:
         """The answer so far as the chat template of gpt-oss reads it: "thinking" beside "content", and
         "tool_calls". Beside a call the template takes only one of the others."""
         texts = {"thought": "", "answer": ""}
-        calls: list[dict[str, Any]] = []
-        for kind, text, name in self._seen:
-            if kind != "call":
-                texts[kind] += text
-            elif name is not None:
-                calls.append({"name": name, "arguments": text})
-            else:
-                calls[-1]["arguments"] += text
+        for event in self._seen:
+            if event.kind != "call":
+                texts[event.kind] += event.text
+        calls = Calls()
+        calls.add(self._seen)
         message: dict[str, Any] = {"role": "assistant", "content": texts["answer"]}
-        if calls and texts["thought"]:
+        if calls.message() and texts["thought"]:
             message["content"] = ""
         if texts["thought"]:
             message["thinking"] = texts["thought"]
-        if calls:
-            message["tool_calls"] = [{"type": "function", "function": _with_object(call)} for call in calls]
-        return message
+        return message | calls.message()
 
     def _put(self, text: str) -> None:
         if self._header is not None:
@@ -198,12 +267,6 @@ class Harmony:
         events, self._events = self._events, []
         self._seen += events
         return events
-
-
-def _waiting(text: str, marks: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    most = min(len(text), max(map(len, marks)) - 1)
-    return next((n for n in range(most, 0, -1) if any(m.startswith(text[-n:]) for m in marks)), 0)
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:

@@ -320,11 +320,10 @@ def _to_json(
     charged(value)
     if (len(indent) if isinstance(indent, str) else indent or 0) > 16:
         raise ChatTemplateError(f"chat template: tojson(indent={indent}); the limit is 16")
-    return charged(
-        json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-        )
-    )
+    out = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
+    if ensure_ascii:  # not the two noncharacters between which the tokenizer puts names of control tokens
+        out = re.sub("[^\\x00-\\x7f\ufdd0\ufdd1]", lambda match: json.dumps(match[0])[1:-1], out)
+    return charged(out)
 
 
 def _afford_indent(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> None:

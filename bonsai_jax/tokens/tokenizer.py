@@ -6,6 +6,7 @@ tokens.
 """
 
 import codecs
+import collections
 import functools
 import operator
 import re
@@ -14,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bonsai_jax.tokens import chat_template, tokenizer_gguf, tokenizer_huggingface
+from bonsai_jax.tokens import messages as chat_messages
+from bonsai_jax.tokens.calls import FORMATS, call_format
+from bonsai_jax.tokens.calls.format import Format
+from bonsai_jax.tokens.tools import checked
 from bonsai_jax.tokens.vocabulary import (
     BYTE,
     BYTE_ALPHABET,
@@ -137,28 +142,65 @@ class Tokenizer(Vocabulary):
         return Detokenizer(self, skip_special, at_start)
 
     def answer_detokenizer(self) -> "Detokenizer":
-        """The detokenizer of answers, which continue their prompts. It leaves control tokens out, but not for
-        gpt-oss, whose answers are divided by them (answer_parser.py)."""
-        return self.detokenizer(skip_special=not self.writes_harmony, at_start=False)
+        """The detokenizer of answers, which continue their prompts. It leaves out control tokens, but not
+        those that divide an answer (answer_parser.py): all of gpt-oss's, and the marks of calls."""
+        return Detokenizer(self, not self.writes_harmony, False, self._call_marks)
+
+    @functools.cached_property
+    def _call_marks(self) -> frozenset[int]:
+        """Ids of control tokens that are marks of calls."""
+        marks = self.call_format.marks if self.call_format is not None else ()
+        return frozenset(id for text, id in self.control_ids.items() if text in marks)
+
+    @functools.cached_property
+    def control_ids(self) -> dict[str, int]:
+        """The control tokens, {name: id}."""
+        pairs = zip(self.texts, self.kinds, strict=True)
+        return {text: id for id, (text, kind) in enumerate(pairs) if kind == CONTROL}
+
+    @functools.cached_property
+    def call_format(self) -> Format | None:
+        """The format in which the model writes calls of functions, as its chat template shows; None if it is
+        not known, and for gpt-oss."""
+        return None if self.writes_harmony else call_format(self.chat_template, self.control_ids)
+
+    def known_call_format(self) -> Format:
+        """The model's `call_format`. Raises NotImplementedError if there is none."""
+        if self.call_format is None:
+            names = ", ".join(dict.fromkeys(format.name for format in FORMATS))
+            raise NotImplementedError(
+                "tools: this model's chat template shows no format of calls that we can read "
+                f"({names}, harmony); ask without tools, or use a model that was trained to call functions"
+            )
+        return self.call_format
 
     @functools.cached_property
     def writes_harmony(self) -> bool:
         """Whether answers are messages with headers: gpt-oss (answer_parser.py)."""
-        names = {text for text, kind in zip(self.texts, self.kinds, strict=True) if kind == CONTROL}
-        return {"<|start|>", "<|channel|>", "<|message|>"} <= names
+        return {"<|start|>", "<|channel|>", "<|message|>"} <= self.control_ids.keys()
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **extra: Any,
     ) -> str:
         """The prompt text for a conversation.
 
-        messages  [{"role": ..., "content": ...}, ...]
-        extra     further variables of the template (tools, enable_thinking ...)
+        messages  [{"role": ..., "content": ...}, ...] as OpenAI's API has them: messages of the assistant may
+                  have "tool_calls" and "reasoning_content"; those of a "tool" have a "tool_call_id". They are
+                  brought into the form that this template reads (messages.py)
+        tools     functions that the model may call: [{"type": "function", "function": {"name": ...,
+                  "description": ..., "parameters": JSON schema}}, ...]
+        extra     further variables of the template (enable_thinking ...)
 
         Encode the result with add_special=False, because templates write BOS themselves. A message that
         spells a control token would become that token when the text is encoded; `encode_chat` prevents it.
         Raises `chat_template.ChatTemplateError` if there is no template, or it is broken, refuses the
-        messages, or exceeds its budget.
+        messages, or exceeds its budget; ValueError for tools or calls in another form, and for tools if the
+        template does not show them to the model.
         """
         if self.chat_template is None:
             raise chat_template.ChatTemplateError(
@@ -166,16 +208,28 @@ class Tokenizer(Vocabulary):
                 "dataclasses.replace(tokenizer, chat_template=...)"
             )
         variables = {"bos_token": self._text(self.bos_id), "eos_token": self._text(self.eos_id), **extra}
-        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        own = chat_messages.for_template(self.chat_template, messages)
+        variables |= {"messages": own, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            if "tools" not in self.chat_template:
+                raise ValueError("tools: this model's chat template does not show tools to the model")
+            variables["tools"] = checked(tools)
         return chat_template.render(self.chat_template, variables)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[int]:
-        """Token ids of `apply_chat_template`; messages cannot forge control tokens.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> list[int]:
+        """Token ids of `apply_chat_template`; messages and tools cannot forge control tokens.
 
-        If a string in the messages spells a control token, the name is fenced with noncharacters before the
-        template is rendered, and encoded as plain text afterwards.
+        If a string in them spells a control token, the name is fenced with noncharacters before the template
+        is rendered, and encoded as plain text afterwards.
         """
-        text = self.apply_chat_template(_fenced(messages, self._control_names), **template_arguments)
+        fenced = {"messages": messages, "tools": checked(tools) if tools else None}
+        text = self.apply_chat_template(**_fenced(fenced, self._control_names), **template_arguments)
         ids = []
         for i, part in enumerate(re.split(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)
@@ -190,15 +244,16 @@ class Tokenizer(Vocabulary):
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     @functools.cached_property
-    def _whole(self) -> dict[bool, dict[int, str]]:
-        """Caches, by skip_special, the texts of tokens that detokenizers saw to be whole characters."""
-        return {False: {}, True: {}}
+    def _whole(self) -> dict[tuple[bool, frozenset[int]], dict[int, str]]:
+        """Caches, by what detokenizers show, the texts of tokens that they saw to be whole characters."""
+        return collections.defaultdict(dict)
 
     def _text(self, id: int | None) -> str:
         return "" if id is None else self.texts[id]
 
-    def _shown(self, id: int, skip_special: bool) -> bytes:
-        if skip_special and 0 <= id < len(self.kinds) and self.kinds[id] in (CONTROL, UNKNOWN):
+    def _shown(self, id: int, skip_special: bool, marks: frozenset[int] = frozenset()) -> bytes:
+        special = 0 <= id < len(self.kinds) and self.kinds[id] in (CONTROL, UNKNOWN)
+        if skip_special and special and id not in marks:
             return b""
         return self.token_bytes(id)
 
@@ -217,7 +272,7 @@ def _fenced(value: Any, spelled: re.Pattern[str]) -> Any:
     if isinstance(value, str):
         return spelled.sub(f"{_OPEN}\\g<0>{_CLOSE}", _unfenced(value))
     if isinstance(value, Mapping):
-        return {key: _fenced(item, spelled) for key, item in value.items()}
+        return {_fenced(key, spelled): _fenced(item, spelled) for key, item in value.items()}
     return [_fenced(item, spelled) for item in value] if isinstance(value, list | tuple) else value
 
 
@@ -233,10 +288,13 @@ class Detokenizer:
     longer become a character appear as U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, at_start: bool):
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special: bool, at_start: bool, marks: frozenset[int] = frozenset()
+    ):
+        """marks: control tokens that are shown although others are left out"""
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
-        self._whole = tokenizer._whole[skip_special]
+        self._skip_special, self._marks = skip_special, marks
+        self._whole = tokenizer._whole[skip_special, marks]
         self._strip = at_start and tokenizer.space_prefix
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
@@ -245,7 +303,7 @@ class Detokenizer:
         alone = not (self._strip or self._decoder.buffer)
         if alone and (text := self._whole.get(id)) is not None:
             return text
-        data = self._tokenizer._shown(id, self._skip_special)
+        data = self._tokenizer._shown(id, self._skip_special, self._marks)
         if self._strip and data:
             data, self._strip = data.removeprefix(b" "), False
         text = self._decoder.decode(data)

@@ -225,8 +225,13 @@ def test_the_package_openai_reads_the_answers(answers):
         (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content: missing"),
         (
             CHAT,
-            {"messages": [{"role": "a", "content": "b", "tool_calls": []}]},
-            "messages[0].tool_calls: not",
+            {"messages": [{"role": "a", "content": "b", "audio": {}}]},
+            "messages[0].audio: not",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "a", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}]},
+            "messages[0].tool_calls[0].function.arguments: None is not a text",
         ),
         (
             CHAT,

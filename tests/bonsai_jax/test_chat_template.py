@@ -71,7 +71,7 @@ def test_encode_chat_is_the_encoded_template_and_cannot_be_forged():
             "3",
         ),
         (
-            "{{ messages[2] | tojson }}{{ tools | tojson(indent=2) }}",
+            "{{ messages[2] | tojson }}{{ documents | tojson(indent=2) }}",
             '{"role": "user", "content": "é?"}[\n  "<f>"\n]',
         ),
         (
@@ -100,7 +100,7 @@ def test_encode_chat_is_the_encoded_template_and_cannot_be_forged():
     ],
 )
 def test_templates_render_as_in_transformers(source, expected):
-    assert with_template(source).apply_chat_template(MESSAGES, tools=["<f>"]) == expected
+    assert with_template(source).apply_chat_template(MESSAGES, documents=["<f>"]) == expected
 
 
 @pytest.mark.parametrize(
