@@ -1,4 +1,4 @@
-"""bonsai-jax serve: a server that programs which speak OpenAI's API already know."""
+"""bonsai-jax serve: a server that programs which speak OpenAI's or Anthropic's API already know."""
 
 import dataclasses
 import functools
@@ -176,7 +176,7 @@ def command(
     run: options.RunOptions,
     devices: options.DeviceOptions,
 ) -> None:  # fmt: skip
-    """Serve a model to programs that speak OpenAI's API, until SIGTERM or Ctrl-C.
+    """Serve a model to programs that speak OpenAI's or Anthropic's API, until SIGTERM or Ctrl-C.
 
     A line on standard output says where the server is, and another when it is ready. Sampling options and -n
     apply to requests that do not set them. Requests are logged on stderr, one line each, without their texts.
