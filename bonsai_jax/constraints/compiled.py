@@ -55,7 +55,7 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
 
 
 class Compiled:
-    """A constraint for a model's tokens, of which each answer gets a Matcher."""
+    """A constraint for a model's tokens. `matcher` makes a Matcher for each answer."""
 
     def __init__(self, constraint: Constraint, tokens: "_Tokens"):
         from llguidance import LLMatcher, LLParserLimits

@@ -16,8 +16,8 @@ from bonsai_jax.engine.answers import Answer
 from bonsai_jax.engine.plans import Request
 from bonsai_jax.model import Model
 
-# A plan waits so many seconds for masks, or this share of a step, in which the device is busy anyway. It
-# leaves out requests whose masks are later.
+# A plan waits for masks for LATE_S seconds, or for this share of a step, as the device is busy meanwhile.
+# Requests whose masks come later are left out of it.
 LATE_S, LATE_STEPS = 0.005, 0.5
 LONGEST_STEP_S = 0.4
 IDLE_S = 0.05  # most seconds to wait for a mask where there is nothing else to do

@@ -363,7 +363,7 @@ class Loop:
     def _tell(
         self, request: Request, count: int, steps: int, scores: Logprobs | None, row: int, least: int
     ) -> None:
-        """Give an answer what it has drawn, so many tokens, and end it where that is the last."""
+        """Give an answer the next `count` of its drawn tokens, and end it if it is complete."""
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
@@ -396,7 +396,7 @@ class Loop:
     def _finish(self, answer: Answer, error: Exception | None) -> None:
         """End an answer whose constraint allows no more, or has failed."""
         self._tell_all()
-        if not answer.request.ended:  # else it has told its last
+        if not answer.request.ended:  # else its last piece was sent
             last = self.piece(answer) if error is None else error
             self.cancel(answer)
             answer.on_piece(last)

@@ -20,8 +20,8 @@ from bonsai_jax.engine.plans import Limits, Plan, Read, Request
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
 PADDED = 3.5  # times the cost of the best shape, per token read, is paid rather than compile that shape
-# Forced tokens are read in one chunk if they are at least so many, and at least as many as rows decode: a
-# chunk takes about as long as a step of all rows, and saves one step of one row for each token.
+# The fewest forced tokens that are read in one chunk. There must also be as many as rows that decode: a chunk
+# takes about as long as a step of all rows, and saves one step of one row for each token.
 FORCED_CHUNK = 4
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
 

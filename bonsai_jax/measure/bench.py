@@ -185,7 +185,19 @@ class Test:
         else:
             out = self._call(read_one_by_one, self.ids, steps)
         jax.block_until_ready(out)
-        return rows * self.tokens / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        if self.kind == "gen" and not warm:
+            self._check_drawn(out[0])
+        return rows * self.tokens / seconds
+
+    def _check_drawn(self, tokens: jax.Array) -> None:
+        """Raise RuntimeError if a row ended before its last token: its time would be that of fewer steps."""
+        drawn = (parallel.fetch(tokens) != core.NO_TOKEN).sum(axis=1)
+        if (drawn < self.tokens).any():
+            raise RuntimeError(
+                f"{self.name}: a row drew {drawn.min()} of {self.tokens} tokens, as where logits are not "
+                "finite; no speed is reported"
+            )
 
     def _rewind(self) -> None:
         """Reset every sequence to `depth` tokens."""

@@ -127,7 +127,7 @@ class _Text:
         return {"text": text, "logprobs": logprobs}
 
     def _add_echo(self, lists: dict[str, list[Any]], echo: Echo) -> None:
-        """The prompt's tokens, of which the first has no probability."""
+        """The prompt's tokens. The first has no probability."""
         detokenizer, at = self._tokenizer.detokenizer(), 0
         for id in echo.tokens:
             lists["text_offset"].append(min(at, len(echo.text)))

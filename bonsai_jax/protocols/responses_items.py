@@ -1,9 +1,10 @@
 """Items of the output of OpenAI's responses: thoughts, a message, a call of a function.
 
-An item is whole, or is told of in events: begin(), more(text) again and again, end(status). Each event is
-its name and its data, but for the item's place in the output.
+An item is written whole, or as events: begin(), more(text) again and again, end(status). Each event is its
+name and its data, without the item's place in the output.
 """
 
+import abc
 import dataclasses
 import secrets
 from typing import Any
@@ -14,7 +15,7 @@ Data = dict[str, Any]
 
 
 @dataclasses.dataclass
-class Item:
+class Item(abc.ABC):
     """text: so far"""
 
     kind: str
@@ -40,8 +41,9 @@ class Item:
 
     _event = ""
 
+    @abc.abstractmethod
     def _item(self, status: str) -> Data:
-        raise NotImplementedError
+        """The item as the API has it."""
 
     def _place(self) -> Data:
         return {"item_id": self.id}

@@ -187,7 +187,7 @@ class Reader:
         return placement.padded_rows(rows, self.model.mesh)
 
     def _behind_pages(self, width: int) -> int:
-        """The most pages that so many tokens take, wherever in a page the first of them lies."""
+        """The most pages that `width` tokens take, if the first may lie anywhere in a page."""
         return page_count(width + self.model.run.page_size - 1, self.model.run.page_size)
 
     def _fits(self, rows: int, width: int) -> bool:

@@ -62,7 +62,7 @@ def attend_latent(
     Raises ValueError where sizes do not fit each other, and NotImplementedError for taps with a kernel.
 
     All kernels but "latent_prefill" have the absorbed form: K_h multiplies the query and V_h the weighted sum
-    of rows, so that keys and values of heads are nowhere.
+    of rows, so that no keys and values of heads are made.
     """
     D, (C, nope), T = cache_layouts.shape(pages)[-1], k_b.shape, q.shape[1]
     if q.ndim != 4 or q.shape[3] - nope != D - C or latents.shape[:2] != q.shape[:2] or latents.shape[2] < D:

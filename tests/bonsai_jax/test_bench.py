@@ -128,6 +128,15 @@ def test_gen_is_what_generate_runs(model, monkeypatch):
     np.testing.assert_array_equal(drawn[-1].tokens, want)
 
 
+def test_a_row_that_ends_early_has_no_speed(model):
+    """Logits that are not finite end a row at once, which would look like a thousandfold speed."""
+    broken = dataclasses.replace(
+        model, params=model.params.replace(final_norm=model.params.final_norm * np.nan)
+    )
+    with pytest.raises(RuntimeError, match="gen4: a row drew 0 of 4 tokens"):
+        bench.Test(broken, "gen", 4).run()
+
+
 def test_gen_with_speculation_proposes_from_its_prompt_and_counts_steps(model):
     test = bench.Test(model, "gen", 12, depth=20, speculate="ngram")
     assert test.name == "gen12+ngram@d20"

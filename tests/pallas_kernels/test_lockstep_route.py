@@ -90,18 +90,20 @@ def test_the_choice_by_probabilities_biases_and_groups(case, twins, shared):
         bias = None if bias is None else np.repeat(bias[::2], 2)
     positions = np.arange(tokens, dtype=np.int32)
     positions[1:2] = -1
-    of_shared = rng.standard_normal(tokens).astype(np.float32) if shared == "sigmoid" else None
+    shared_logits = rng.standard_normal(tokens).astype(np.float32) if shared == "sigmoid" else None
     with lockstep():
         rules = Rules(gating, scale, groups, groups_used)
         choice = Choice(Experts(count, used, normalized), rules, shared is not None)
         by_layer = (None, None) if bias is None else (np.stack([-bias, bias]), np.ones(1, np.int32))
-        weights, chosen = choices.route(Logits(logits, positions, *by_layer, of_shared), choice=choice)
+        weights, chosen = choices.route(Logits(logits, positions, *by_layer, shared_logits), choice=choice)
     want_weights, want = by_numpy(
         logits, used, gating=gating, normalized=normalized, scale=scale, bias=bias, groups=groups,
         groups_used=groups_used,
     )  # fmt: skip
     if shared is not None:
-        last = np.ones(tokens) if of_shared is None else 1 / (1 + np.exp(-of_shared.astype(np.float64)))
+        last = (
+            np.ones(tokens) if shared_logits is None else 1 / (1 + np.exp(-shared_logits.astype(np.float64)))
+        )
         want_weights = np.concatenate([want_weights, last[:, None]], axis=1)
         want = np.concatenate([want, np.full((tokens, 1), count)], axis=1)
     np.testing.assert_array_equal(chosen, np.where(positions[:, None] >= 0, want, -1))

@@ -12,8 +12,8 @@ A file holds everything that knows its kind:
                   arrays alone; None: none computes it
     FUSED         beside PRODUCTS: the settings and the small arrays that fused launches know of, or that the
                   refusals of pallas_kernels see. A model with others runs operation by operation
-    MIXED         of what mixes tokens: more settings and small arrays, of which `mix` alone takes notice, the
-                  part of `block` between its products. Launches that leave it to `mix` run such models
+    MIXED         in mixers: more settings and small arrays, which only `mix` reads, the part of `block`
+                  between its products. Launches that call `mix` run models that have them
     SITES         its taps (network/taps.py)
     block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
     phases        settings -> the parts of `block` that measure/profile.py times (phases.py)

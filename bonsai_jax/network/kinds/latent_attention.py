@@ -6,8 +6,8 @@
     x + W_o o
 
 This is the absorbed form: K_h, which makes a head's key of c, multiplies its query, and V_h, which makes its
-value of c, multiplies the sum of the rows. Keys and values by head, many times as large, are nowhere but in
-prefill on Hopper, for the time of a layer (pallas_kernels/latent/prefill.py). Over a mesh each device has
+value of c, multiplies the sum of the rows. Keys and values by head are many times as large. Only prefill on
+Hopper makes them, for the time of a layer (pallas_kernels/latent/prefill.py). Over a mesh each device has
 some of the heads, and all rows.
 """
 
