@@ -145,10 +145,8 @@ def _our_own() -> Iterator[Candidate]:
     yield reads("prefill_sm80", Attention, rules.prefill_attention_sm80, f"{prefill}_sm80:run")
     latent = "pallas_kernels.latent"
     yield Candidate("latent_prefill", Attention, rules.latent_prefill, f"{latent}.prefill:run", fused=True)
-    yield xla("latent_gemms", Attention, rules.latent_gemms, f"{latent}.gemms:run")
-    # To come first when its last version has run on a GPU: an earlier one has, this one in lockstep alone.
-    # Until then it is for impl="pallas".
     yield Candidate("latent_decode", Attention, rules.latent_decode, f"{latent}.decode:run", fused=True)
+    yield xla("latent_gemms", Attention, rules.latent_gemms, f"{latent}.gemms:run")
     yield xla("triton", Attention, rules.triton_attention, "pallas_kernels.attention.triton:run")
     yield xla("cpu", Attention, rules.cpu_attention, "pallas_kernels.attention.cpu:run")
     yield xla("reference", Attention, rules.no_reason, "pallas_kernels.attention.reference:attention")

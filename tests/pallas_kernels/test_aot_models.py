@@ -246,9 +246,7 @@ def test_latent_attention_is_straight_code_and_copies_no_rows(monkeypatch):
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-glm:q4_k_m")
         (latent,) = state.cache.states["latent_attention"]
-        assert (latent.impl, latent.prefill_impl) == ("latent_gemms", "latent_prefill")
-        latent = latent.replace(impl="latent_decode")  # as impl="pallas" has it
-        state = state.replace(cache=state.cache.with_state("latent_attention", 0, latent))
+        assert (latent.impl, latent.prefill_impl) == ("latent_decode", "latent_prefill")
         step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
         tokens = jax.ShapeDtypeStruct((1, 2048), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         prefill = compile_for_gpu(

@@ -13,13 +13,19 @@ import jax
 import jax.numpy as jnp
 
 from bonsai_jax.config import Layer, ModelConfig
+from bonsai_jax.network.delta_net_metadata import (
+    delta_layers_from_gguf,
+    delta_layers_from_huggingface,
+    delta_net_from_gguf,
+    delta_net_from_huggingface,
+)
+from bonsai_jax.network.draft_tensors import draft_layer
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.attention import Attention
-from bonsai_jax.network.kinds.delta_net import DeltaNet
 from bonsai_jax.network.kinds.mlp import Mlp
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.network.rope import Rope
-from bonsai_jax.weights.metadata import flags, nested, positive, whole
+from bonsai_jax.weights.metadata import nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
 MODELS = "Qwen3.5's dense models, text only; Bonsai 27B; Bonsai 2"
@@ -40,26 +46,6 @@ def from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     return tuple(dataclasses.replace(spec, from_huggingface=how.get(spec.field)) for spec in specs)
 
 
-def draft_layer(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    """Specs of a draft layer with the tensors of such layers, as if it were the only one
-    (specs.Description.draft)."""
-
-    def named(name: str | None) -> str:
-        return str(name).replace("model.", "mtp.", 1)
-
-    def renamed(spec: Spec) -> Spec:
-        fused = spec.fused and dataclasses.replace(spec.fused, huggingface=named(spec.fused.huggingface))
-        return dataclasses.replace(spec, huggingface=named(spec.huggingface), fused=fused)
-
-    return from_huggingface((
-        *map(renamed, specs),
-        Spec("join", "blk.0.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
-        Spec("embed_norm", "blk.0.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
-        Spec("hidden_norm", "blk.0.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
-        Spec("norm", "blk.0.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
-    ))  # fmt: skip
-
-
 NORM = (
     "post_attention_norm.weight",
     "post_attention_layernorm.weight",
@@ -70,7 +56,7 @@ DELTA_NET = tensors(
 )
 MLP = tensors("mlp", "gate", "up", "down", norm=NORM)
 TENSORS = from_huggingface((EMBED, *ATTENTION, *DELTA_NET, *MLP, FINAL_NORM, HEAD))
-DRAFT = draft_layer((*ATTENTION, *MLP))
+DRAFT = from_huggingface(draft_layer((*ATTENTION, *MLP)))
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
@@ -82,41 +68,27 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     blocks = number("block_count")  # draft layers (MTP) among them, the last ones
     draft = number("nextn_predict_layers") if metadata.get(f"{arch}.nextn_predict_layers") else 0
     num_layers = blocks - draft
-    head_dim, k_dim = number("attention.key_length"), number("ssm.state_size")
+    head_dim = number("attention.key_length")
     if (width := number("attention.value_length", head_dim)) != head_dim:
         raise NotImplementedError(
             f"{arch}.attention.value_length is {width}, but only head_dim ({head_dim}) is supported"
         )
     if (scaling := metadata.get(f"{arch}.rope.scaling.type", "none")) != "none":
         raise NotImplementedError(f"{arch}.rope.scaling.type is {scaling!r}; supported: none")
-    v_heads = number("ssm.time_step_rank")
-    if (inner := number("ssm.inner_size")) % v_heads:
-        raise ValueError(f"{arch}.ssm.inner_size is {inner}; a multiple of its {v_heads} v heads is expected")
-    if metadata.get(f"{arch}.attention.recurrent_layers") is None:
-        interval = number("full_attention_interval", 4)
-        recurrent = [(layer + 1) % interval != 0 for layer in range(num_layers)]
-    else:
-        recurrent = flags(metadata, f"{arch}.attention.recurrent_layers", num_layers)
     rope = Rope(
         positive(metadata, f"{arch}.rope.freq_base", 10000.0), number("rope.dimension_count", head_dim)
     )
     heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
     attention = Attention(heads, kv_heads, head_dim, rope, gated=True)
-    delta_net = DeltaNet(
-        k_heads=number("ssm.group_count"),
-        v_heads=v_heads,
-        k_dim=k_dim,
-        v_dim=inner // v_heads,
-        conv=number("ssm.conv_kernel"),
-    )
-    mlp = Mlp(number("feed_forward_length"))
+    delta_net, mlp = delta_net_from_gguf(metadata), Mlp(number("feed_forward_length"))
+    is_delta = delta_layers_from_gguf(metadata, num_layers)
     return ModelConfig(
         architecture=arch,
         hidden=number("embedding_length"),
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_length=number("context_length"),
         rms_norm_eps=positive(metadata, f"{arch}.attention.layer_norm_rms_epsilon"),
-        layers=tuple(Layer(delta_net if is_delta else attention, mlp) for is_delta in recurrent),
+        layers=tuple(Layer(delta_net if delta else attention, mlp) for delta in is_delta),
         skipped=tuple(f"blk.{layer}." for layer in range(num_layers, blocks)),
     )
 
@@ -138,42 +110,24 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     part = positive(metadata, "partial_rotary_factor", 0.25)
     part = positive(rope, "rope_parameters.partial_rotary_factor", part)
     head_dim = whole(metadata, "head_dim", 256)
-    if metadata.get("layer_types") is None:
-        interval = whole(metadata, "full_attention_interval", 4)
-        kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
-    else:
-        kinds = list(metadata["layer_types"])
-    mixers = {
-        "linear_attention": DeltaNet(
-            k_heads=whole(metadata, "linear_num_key_heads"),
-            v_heads=whole(metadata, "linear_num_value_heads"),
-            k_dim=whole(metadata, "linear_key_head_dim"),
-            v_dim=whole(metadata, "linear_value_head_dim"),
-            conv=whole(metadata, "linear_conv_kernel_dim"),
-            grouped=True,
-        ),
-        "full_attention": Attention(
-            whole(metadata, "num_attention_heads"),
-            whole(metadata, "num_key_value_heads"),
-            head_dim,
-            Rope(positive(rope, "rope_parameters.rope_theta"), int(head_dim * part)),
-            gated=True,
-        ),
-    }
-    if len(kinds) != num_layers or (unknown := set(kinds) - mixers.keys()):
-        what = f"{len(kinds)} entries" if len(kinds) != num_layers else f"{unknown.pop()!r} in it"
-        listed = ", ".join(mixers)
-        raise ValueError(f"layer_types has {what}; {num_layers} are expected, each one of {listed}")
+    attention = Attention(
+        whole(metadata, "num_attention_heads"),
+        whole(metadata, "num_key_value_heads"),
+        head_dim,
+        Rope(positive(rope, "rope_parameters.rope_theta"), int(head_dim * part)),
+        gated=True,
+    )
+    delta_net, mlp = delta_net_from_huggingface(metadata), Mlp(whole(metadata, "intermediate_size"))
+    is_delta = delta_layers_from_huggingface(metadata, num_layers)
     embedding = (
         tensors.get("model.embed_tokens.weight") or tensors["model.language_model.embed_tokens.weight"]
     )
-    mlp = Mlp(whole(metadata, "intermediate_size"))
     return ModelConfig(
         architecture="qwen35",
         hidden=whole(metadata, "hidden_size"),
         vocab_size=embedding.shape[0],
         context_length=whole(metadata, "max_position_embeddings"),
         rms_norm_eps=positive(metadata, "rms_norm_eps"),
-        layers=tuple(Layer(mixers[kind], mlp) for kind in kinds),
+        layers=tuple(Layer(delta_net if delta else attention, mlp) for delta in is_delta),
         skipped=("mtp.", "model.mtp.", "model.visual."),
     )

@@ -7,6 +7,7 @@ import dataclasses
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import experts_metadata
 from bonsai_jax.network.architectures import qwen35
+from bonsai_jax.network.draft_tensors import draft_layer
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
@@ -20,7 +21,7 @@ EXPERTS = tensors(
 TENSORS = qwen35.from_huggingface(
     (EMBED, *qwen35.ATTENTION, *qwen35.DELTA_NET, *qwen35.MLP, *EXPERTS, FINAL_NORM, HEAD)
 )
-DRAFT = qwen35.draft_layer((*qwen35.ATTENTION, *EXPERTS))
+DRAFT = qwen35.from_huggingface(draft_layer((*qwen35.ATTENTION, *EXPERTS)))
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
