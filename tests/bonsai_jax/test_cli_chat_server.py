@@ -11,12 +11,12 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.cli import chat
-from bonsai_jax.cli.chat import commands, remote
+from bonsai_jax.cli.chat import commands, remote, remote_errors
+from bonsai_jax.cli.chat.backend import ServerError
 from bonsai_jax.cli.chat.commands import Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.cli.chat.local import Local
 from bonsai_jax.cli.chat.received import Received
-from bonsai_jax.cli.chat.remote_errors import ServerError
 from bonsai_jax.engine import runner as running
 from bonsai_jax.server import running as running_server
 from bonsai_jax.server.settings import Settings
@@ -119,7 +119,7 @@ def test_thoughts_as_servers_send_them():
         {"reasoning_content": "greet."},
         {"content": "Hel"},
         {"content": "lo <think>or"},
-        {"content": " not</think>!"},
+        {"content": " not</think>!\ud83d"},  # half a character
     ]
     received, parts = Received(), []
     for delta in deltas:
@@ -128,15 +128,15 @@ def test_thoughts_as_servers_send_them():
     parts += received.next({"choices": [], "usage": {"completion_tokens": 9, "total_tokens": 20}})
     parts += received.end()
     assert "".join(part.text for part in parts) == received.text
-    assert received.text == "<think>They greet.</think>Hello <think>or not</think>!"
+    assert received.text == "<think>They greet.</think>Hello <think>or not</think>!\ufffd"
     shown = [(event.kind, event.text) for part in parts for event in part.events]
     assert [kind for kind, _ in itertools.groupby(shown, lambda event: event[0])] == [
         *("thought", "answer", "thought", "answer"),
     ]
-    assert "".join(text for kind, text in shown if kind == "answer") == "Hello !"
+    assert "".join(text for kind, text in shown if kind == "answer") == "Hello !\ufffd"
     assert received.message() == {
         "role": "assistant",
-        "content": "Hello <think>or not</think>!",
+        "content": "Hello <think>or not</think>!\ufffd",
         "reasoning_content": "They greet.",
     }
     assert received.finish_reason == "stop" and "9 tokens of the answer" in received.stats()
@@ -195,6 +195,12 @@ def test_errors_of_a_running_server(server, capsys):
     assert conversation.messages == [] and answer(conversation, "Hi")
 
 
+def test_what_a_terminal_would_obey_is_left_out():
+    assert remote_errors.message({"error": {"message": "no\x1b[31m\n such."}}) == "no[31m such"
+    assert remote_errors.message({"detail": ["a"]}) == '["a"]' and remote_errors.message([]) == ""
+    assert len(remote_errors.message({"error": "x" * 1000})) < 310
+
+
 def test_a_server_that_ends_leaves_the_text_so_far(monkeypatch):
     decode = running.Runner.decode
 
@@ -242,6 +248,7 @@ def test_addresses(monkeypatch, given, base):
         (("--server", "h", "--ctx", 64), "--ctx: for a model in this process, not with --server"),
         (("--server", "h", "-tp", 2, "--offline"), "--offline, --tensor-parallel: for a model in this"),
         (("--api-key", "k"), "--api-key needs --server"),
+        (("--server", "h", "--api-key", "k\ney"), "--api-key: a key is one line of ASCII"),
     ],
 )
 def test_wrong_options_are_one_line(arguments, message):

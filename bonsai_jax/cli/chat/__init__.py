@@ -3,7 +3,8 @@
     conversation.py  messages, and what answers them: knows no terminal
     backend.py       what answers: a Backend and its Replies
     local.py         a model in this process
-    remote.py        a server that speaks OpenAI's API; remote_errors.py: what goes wrong with one
+    remote.py        a server that speaks OpenAI's API; server_options.py: its options; received.py: what it
+                     has sent; remote_errors.py: what goes wrong with it
     commands.py      the /commands
     terminal.py      what is typed
     render.py        answers as they come
@@ -24,11 +25,10 @@ import typer
 
 from bonsai_jax.cli import errors, options
 from bonsai_jax.cli.chat import commands
-from bonsai_jax.cli.chat.backend import Backend, OnFull
+from bonsai_jax.cli.chat.backend import Backend, OnFull, ServerError
 from bonsai_jax.cli.chat.commands import Outcome, Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.cli.chat.local import Models
-from bonsai_jax.cli.chat.remote_errors import ServerError
 from bonsai_jax.cli.chat.server_options import ServerOptions
 from bonsai_jax.cli.spread import spread
 from bonsai_jax.progress import lines_shown_by, notice

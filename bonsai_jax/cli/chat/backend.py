@@ -13,6 +13,10 @@ OnFull = Literal["drop", "stop"]
 Message = dict[str, Any]
 
 
+class ServerError(OSError):
+    """A server that cannot be asked now, or not by us."""
+
+
 class Part(NamedTuple):
     """A part of an answer.
 

@@ -266,12 +266,8 @@ def status(conversation: Conversation) -> str:
         parts.append("stopped")
     elif reply.finish_reason == "length":
         is_full = context is not None and reply.depth is not None and reply.depth >= context
-        if is_full:
-            parts.append("the context is full")
-        else:
-            parts.append(
-                f"cut off by {'the server' if conversation.max_new_tokens < 0 else 'max_new_tokens'}"
-            )
+        limit = "the server" if conversation.max_new_tokens < 0 else "max_new_tokens"
+        parts.append("the context is full" if is_full else f"cut off by {limit}")
     if reply.decode_tok_s is not None:
         parts.append(f"{reply.decode_tok_s:.1f} tok/s")
     if reply.new_tokens is not None:

@@ -1,11 +1,14 @@
 """What a server has sent of an answer."""
 
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from bonsai_jax.cli.chat.backend import Message, Part
 from bonsai_jax.tokens.answer_parser import CLOSE, OPEN, Event, Tags
+
+HALF = re.compile("[\ud800-\udfff]")  # of a character: no server takes it back
 
 
 class Received:
@@ -14,22 +17,26 @@ class Received:
     text       as a model writes it, with marks around its thoughts
     thoughts   what came as reasoning_content, which some servers call reasoning
     usage      what the server counted
+    timings    what it measured, where it is llama.cpp's or ours
     """
 
     def __init__(self):
         self.text = self.thoughts = ""
         self.finish_reason: str | None = None
         self.usage: dict[str, Any] = {}
+        self.timings: dict[str, Any] = {}
         self._tags, self._within = Tags(), False  # a server may leave thoughts in the content
         self._began, self._first, self._last = time.perf_counter(), 0.0, 0.0
 
     def next(self, chunk: dict[str, Any]) -> Iterator[Part]:
         """The parts of one more chunk."""
         self.usage = chunk.get("usage") or self.usage
+        self.timings = chunk.get("timings") or self.timings
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
-            if (part := self._part(thought, delta.get("content") or "")).text:
+            content = delta.get("content") or ""
+            if (part := self._part(HALF.sub("\ufffd", thought), HALF.sub("\ufffd", content))).text:
                 yield part
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
@@ -63,8 +70,10 @@ class Received:
 
     @property
     def decode_tok_s(self) -> float | None:
+        """As the server measured it, or by when text came."""
         tokens, seconds = self.usage.get("completion_tokens"), self._last - self._first
-        return (tokens - 1) / seconds if tokens is not None and tokens > 1 and seconds > 0 else None
+        ours = (tokens - 1) / seconds if tokens is not None and tokens > 1 and seconds > 0 else None
+        return self.timings.get("predicted_per_second") or ours
 
     def stats(self) -> str:
         details = self.usage.get("prompt_tokens_details") or {}

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import httpx
 
 from bonsai_jax.cli.chat import remote_errors
-from bonsai_jax.cli.chat.backend import Message, Part, Question
+from bonsai_jax.cli.chat.backend import Message, Part, Question, ServerError
 from bonsai_jax.cli.chat.received import Received
-from bonsai_jax.cli.chat.remote_errors import ServerError
+from bonsai_jax.cli.chat.remote_errors import printable
 
 if TYPE_CHECKING:
     from bonsai_jax import SamplingParams
@@ -33,13 +33,15 @@ class Server:
 
     url   http://host:port, with or without /v1; without a scheme it is http
     key   sent as a bearer token
-    Raises ServerError if it cannot be asked for its models.
+    Raises ServerError if it cannot be asked for its models, and ValueError for a key that cannot be sent.
     """
 
     def __init__(self, url: str, key: str | None = None):
         full = (url if "://" in url else f"http://{url}").rstrip("/")
         self.base = full if full.endswith("/v1") else f"{full}/v1"
         self.key = key
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise ValueError("--api-key: a key is one line of ASCII characters; is it one?")
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.models = self._models()
         self._opened: dict[str, Remote] = {}
@@ -47,7 +49,7 @@ class Server:
     def open(self, name: str | None) -> "Remote":
         """A model of this server; None: the only one. Raises ValueError where there are several, and for one
         that is not among them."""
-        shown = ", ".join(self.models)
+        shown = printable(", ".join(self.models))
         if name is None and len(self.models) != 1:
             raise ValueError(f"{self.base} serves {shown or 'no model yet'}: choose with --model NAME")
         if name is not None and self.models and name not in self.models:
@@ -81,7 +83,7 @@ class Remote:
 
     @property
     def title(self) -> str:
-        return f"{self.name} at {self.server.base}"
+        return f"{printable(self.name)} at {self.server.base}"
 
     def answer(self, question: Question) -> "RemoteReply":
         return RemoteReply(self, body(self.name, question))
@@ -222,7 +224,7 @@ async def events(answer: httpx.Response, server: Server) -> AsyncIterator[dict[s
             return
         try:
             event = json.loads(data)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ServerError(f"{server.base} sent an event that is not JSON: {data[:60]!r}") from None
         if not isinstance(event, dict) or "error" in event:
             raise ServerError(f"the server broke the answer off: {remote_errors.message(event)}")

@@ -6,11 +6,9 @@ from typing import Any
 
 import httpx
 
+from bonsai_jax.cli.chat.backend import ServerError
+
 LONGEST = 300  # characters of a server's message
-
-
-class ServerError(OSError):
-    """A server that cannot be asked now, or not by us."""
 
 
 def unreachable(error: Exception, base: str, *, begun: bool = False) -> ServerError:
@@ -85,5 +83,10 @@ def message(body: Any) -> str:
     if isinstance(error, dict):
         error = next((error[name] for name in ("message", "detail") if error.get(name)), None)
     text = error if isinstance(error, str) else "" if error is None else json.dumps(error)
-    text = " ".join(text.split()).rstrip(".")
+    text = printable(" ".join(text.split()).rstrip("."))
     return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
+
+
+def printable(text: str) -> str:
+    """Without what a terminal would obey."""
+    return "".join(character for character in text if character.isprintable())

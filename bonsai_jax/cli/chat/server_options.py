@@ -54,7 +54,7 @@ class ServerOptions:
         from bonsai_jax.cli.chat.remote import Server
 
         keys = (self.key, *map(os.environ.get, KEYS))
-        return Server(self.url, next((key for key in keys if key), None))
+        return Server(self.url, next((key.strip() for key in keys if key), None))
 
 
 def _given(context: typer.Context) -> list[str]:
