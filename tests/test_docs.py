@@ -73,7 +73,7 @@ def test_snippets_that_fail_are_noticed(tmp_path):
 
 
 # Pages that have no snippet of Python to open with: words, a map of the files, and shell commands.
-WITHOUT_SNIPPET = {"glossary", "architecture", "command-line", "chat", "recipes/README", "README"}
+WITHOUT_SNIPPET = {"glossary", "architecture", "command-line", "chat", "deploy", "recipes/README", "README"}
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in WITHOUT_SNIPPET], ids=name)

@@ -6,6 +6,7 @@ import itertools
 import json
 from unittest import mock
 
+import httpx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 from flax import nnx
 
 import bonsai_jax as bj
+from bonsai_jax import server
 from bonsai_jax.cli import options
 from bonsai_jax.config import Layer
 from bonsai_jax.network import architectures
@@ -130,6 +132,11 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
         assert len(devices) == data and all(device.pages.idle for device in devices)
         again = engine.submit(PROMPTS[-1], SAMPLING[-1], **options).result(300)
         assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
+        with server.running(engine) as own:  # as serve with --data-parallel and --tensor-parallel has it
+            greedy = {"prompt": PROMPTS[::2], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+            answer = httpx.post(f"{own.url}/v1/completions", json=greedy, timeout=300).json()
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [sharded.tokenizer.decode(ids) for ids in tokens[::2]]
 
 
 @pytest.mark.parametrize(("data", "parts"), [(2, 2)])

@@ -13,6 +13,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.cli import thoughts
 from bonsai_jax.cli.chat.conversation import Conversation
+from bonsai_jax.cli.chat.local import Local
 from bonsai_jax.engine.answers import Reader
 from bonsai_jax.protocols import openai_chat
 from bonsai_jax.protocols.answers import Head, Usage, answer
@@ -218,7 +219,7 @@ def talk(*answers: str) -> Conversation:
         options=SimpleNamespace(speculate=None),
         submit=lambda *_, **__: Answer(drawn(left.pop(0))),
     )
-    return Conversation(engine, bj.SamplingParams())  # type: ignore[arg-type]
+    return Conversation(Local(engine), bj.SamplingParams())  # type: ignore[arg-type]
 
 
 def test_a_conversation_goes_on_without_earlier_thoughts():
@@ -229,7 +230,7 @@ def test_a_conversation_goes_on_without_earlier_thoughts():
     list(conversation.ask("In Rome?"))
     call = {"name": "weather", "arguments": {"in": "Rome"}}
     assert conversation.messages[-1]["tool_calls"] == [{"type": "function", "function": call}]
-    text = conversation.engine.model.tokenizer.apply_chat_template(conversation.messages)
+    text = conversation.backend.engine.model.tokenizer.apply_chat_template(conversation.messages)
     assert text == (
         "<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>Hello!<|end|>"
         "<|start|>user<|message|>In Rome?<|end|>"

@@ -16,6 +16,7 @@ from bonsai_jax.cli import chat, options
 from bonsai_jax.cli.chat import commands
 from bonsai_jax.cli.chat.commands import Session
 from bonsai_jax.cli.chat.conversation import Conversation
+from bonsai_jax.cli.chat.local import Local, whole_context
 from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, complaints, run, tiny
@@ -30,8 +31,12 @@ def answer(conversation, text):
     return "".join(piece.text for piece in conversation.ask(text))
 
 
+def encode(conversation, messages):
+    return conversation.backend.encode(conversation.question(messages))
+
+
 def test_a_conversation_reuses_its_cache_and_answers_as_without():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=6, ignore_eos=True)
     before = 0
     for turn in ("Hi there", "And then?", "Why?"):
         asked = [*conversation.messages, {"role": "user", "content": turn}]
@@ -40,33 +45,33 @@ def test_a_conversation_reuses_its_cache_and_answers_as_without():
         fresh = bj.generate(tiny(), [ids], max_new_tokens=6, sampling=GREEDY, ignore_eos=True)[0]
         assert got == fresh.text
         assert conversation.messages == [*asked, {"role": "assistant", "content": got}]
-        assert conversation.reused >= before  # at least the prompt of the turn before
-        assert conversation.figures.prompt_tokens == len(ids) - conversation.reused
+        assert conversation.reply.reused >= before  # at least the prompt of the turn before
+        assert conversation.reply.figures.prompt_tokens == len(ids) - conversation.reply.reused
         before = len(ids)
 
 
 def test_the_same_message_again_after_a_reset_reads_one_token():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=4, ignore_eos=True)
     first = answer(conversation, "Hi there")
     conversation.reset()
     assert answer(conversation, "Hi there") == first
-    assert conversation.figures.prompt_tokens == 1
+    assert conversation.reply.figures.prompt_tokens == 1
 
 
 def test_speculation_knows_the_tokens_that_were_in_the_cache():
-    conversation = Conversation(engine("ngram"), GREEDY, max_new_tokens=8, ignore_eos=True)
+    conversation = Conversation(Local(engine("ngram")), GREEDY, max_new_tokens=8, ignore_eos=True)
     for turn in ("Hi there", "Hi there"):
         got = answer(conversation, turn)
         ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
         fresh = bj.generate(tiny(), [ids], max_new_tokens=8, sampling=GREEDY, ignore_eos=True)[0]
         assert got == fresh.text
-    assert " a step, " in commands.stats(conversation)
-    known = conversation.engine._loop.runner._pool.speculation.ids[0, : len(ids)]
-    assert conversation.reused > 8 and known.tolist() == ids
+    assert " a step, " in conversation.reply.stats()
+    known = conversation.backend.engine._loop.runner._pool.speculation.ids[0, : len(ids)]
+    assert conversation.reply.reused > 8 and known.tolist() == ids
 
 
 def test_a_stopped_answer_stays_and_the_next_one_is_right():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=40, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=40, ignore_eos=True)
     pieces = conversation.ask("Hi there")
     shown = next(pieces).text + next(pieces).text
     pieces.close()
@@ -74,21 +79,21 @@ def test_a_stopped_answer_stays_and_the_next_one_is_right():
     got = answer(conversation, "Go on")
     ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
     assert got == bj.generate(tiny(), [ids], max_new_tokens=40, sampling=GREEDY, ignore_eos=True)[0].text
-    assert conversation.reused > 0
+    assert conversation.reply.reused > 0
 
 
 def test_penalties_see_the_tokens_that_were_in_the_cache():
     params = bj.SamplingParams(temperature=0.0, repetition_penalty=1.5)
-    conversation = Conversation(engine(), params, max_new_tokens=8, ignore_eos=True)
+    conversation = Conversation(Local(engine()), params, max_new_tokens=8, ignore_eos=True)
     answer(conversation, "Hi there")
     got = answer(conversation, "Go on")
     ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
     assert got == bj.generate(tiny(), [ids], max_new_tokens=8, sampling=params, ignore_eos=True)[0].text
-    assert conversation.reused > 0
+    assert conversation.reply.reused > 0
 
 
 def test_an_answer_that_is_stopped_before_its_first_token_leaves_no_message():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=40, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=40, ignore_eos=True)
     conversation.interrupt()  # Ctrl-C while the message is encoded
     assert answer(conversation, "Hi there") == "" and conversation.messages == []
     conversation.resume()
@@ -96,16 +101,16 @@ def test_an_answer_that_is_stopped_before_its_first_token_leaves_no_message():
 
 
 def test_warming_up_changes_no_answer():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=6, ignore_eos=True)
     expected = answer(conversation, "Hi there")
-    warm = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    warm = Conversation(Local(engine()), GREEDY, max_new_tokens=6, ignore_eos=True)
     warm.warm_up()
     assert answer(warm, "Hi there") == expected and warm.messages == conversation.messages
 
 
 def talked(turns, **options):
     """A conversation in which the user has said something so many times."""
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=8, ignore_eos=True, **options)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=8, ignore_eos=True, **options)
     for turn in range(turns):
         said = [("user", f"question number {turn}"), ("assistant", f"the answer to it is {turn}")]
         conversation.messages += [{"role": role, "content": text} for role, text in said]
@@ -115,17 +120,17 @@ def talked(turns, **options):
 def test_a_full_context_drops_the_oldest_turns():
     conversation = talked(12, system="Be kind.")
     before = list(conversation.messages)
-    assert len(conversation.encode(before)) > 256
+    assert len(encode(conversation, before)) > 256
     assert answer(conversation, "And now?")
     assert conversation.messages[: len(before)] == before  # they stay for /save
     assert conversation.dropped > 0 and conversation.messages[conversation.dropped]["role"] == "user"
-    seen = conversation.encode(conversation.messages[conversation.dropped : -1])
+    seen = encode(conversation, conversation.messages[conversation.dropped : -1])
     assert len(seen) <= 128 and "Be kind." in tiny().tokenizer.decode(seen)  # half of the context is free
-    longer = conversation.encode(conversation.messages[conversation.dropped - 2 : -1])
+    longer = encode(conversation, conversation.messages[conversation.dropped - 2 : -1])
     assert len(longer) > 128
     dropped = conversation.dropped
     assert answer(conversation, "And then?") and conversation.dropped == dropped
-    assert conversation.reused > 64  # the turns that stayed are in the cache
+    assert conversation.reply.reused > 64  # the turns that stayed are in the cache
 
 
 def test_a_full_context_stops_by_choice():
@@ -154,9 +159,9 @@ def test_a_long_message_takes_the_room_of_all_turns():
     assert conversation.dropped == 8
 
 
-def obey(conversation, *lines, open_engine=None):
+def obey(conversation, *lines, open=None):
     """What the commands say, in order."""
-    session = Session(conversation, open_engine)
+    session = Session(conversation, open)
     return [session.obey(line) for line in lines]
 
 
@@ -185,7 +190,7 @@ def test_another_try_that_gives_nothing_leaves_the_answer():
     before = list(conversation.messages)
     conversation.interrupt()
     list(conversation.ask("question number 1", replaces=True))
-    assert conversation.figures.tokens == []
+    assert conversation.reply.figures.tokens == []
     conversation.resume()
     with pytest.raises(ValueError, match="context holds 256"):
         conversation.ask("word " * 300, replaces=True)
@@ -194,7 +199,7 @@ def test_another_try_that_gives_nothing_leaves_the_answer():
 
 def test_another_try_has_another_seed(monkeypatch):
     sampling = bj.SamplingParams(seed=5)
-    conversation = Conversation(engine(), sampling, max_new_tokens=2, ignore_eos=True)
+    conversation = Conversation(Local(engine()), sampling, max_new_tokens=2, ignore_eos=True)
     seeds, submit = [], engine().submit
 
     def note(ids, params, **how):
@@ -218,7 +223,7 @@ def test_a_conversation_is_saved_and_loaded(tmp_path):
     body = json.loads(path.read_text())
     assert body["model"] == TINY and body["messages"][0] == {"role": "system", "content": "Be kind."}
     assert body["messages"][1:] == conversation.messages
-    fresh = Conversation(engine(), GREEDY)
+    fresh = Conversation(Local(engine()), GREEDY)
     obey(fresh, f"/load {path}", "/save")  # to the same file
     assert (fresh.messages, fresh.system) == (conversation.messages, "Be kind.")
     assert json.loads(path.read_text()) == body
@@ -298,26 +303,26 @@ def test_commands_that_cannot_be_carried_out_change_nothing(line, message):
 
 def test_the_model_changes_and_the_conversation_stays():
     conversation = talked(1)
-    named, other = [], bj.Engine(tiny(), max_batch_size=1, context=128)
+    named, other = [], Local(bj.Engine(tiny(), max_batch_size=1, context=128))
 
-    def open_engine(name):
+    def open_model(name):
         named.append(name)
         if name == "broken":
             raise ValueError("no such file")
         return other
 
-    with other, pytest.raises(ValueError, match="no such file"):
-        obey(conversation, "/model", "/model other", "/model broken", open_engine=open_engine)
+    with other.engine, pytest.raises(ValueError, match="no such file"):
+        obey(conversation, "/model", "/model other", "/model broken", open=open_model)
     assert named == ["other", "broken", TINY]  # the one before again
-    assert conversation.engine is other and len(conversation.messages) == 2
+    assert conversation.backend is other and len(conversation.messages) == 2
 
 
 def test_tokens_are_counted():
     conversation = talked(12)
-    used = len(conversation.encode(conversation.messages))
+    used = len(encode(conversation, conversation.messages))
     assert obey(conversation, "/tokens")[0].say == f"{used} of 256 tokens are used, 0 are free"
     answer(conversation, "And now?")
-    used = len(conversation.encode(conversation.messages[conversation.dropped :]))
+    used = len(encode(conversation, conversation.messages[conversation.dropped :]))
     assert obey(conversation, "/tokens")[0].say == (
         f"{used} of 256 tokens are used, {256 - used} are free; the model no longer sees the oldest "
         f"{conversation.dropped} messages"
@@ -327,7 +332,7 @@ def test_tokens_are_counted():
 
 
 def test_the_status_says_how_an_answer_ended():
-    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    conversation = Conversation(Local(engine()), GREEDY, max_new_tokens=4, ignore_eos=True)
     answer(conversation, "Hi")
     assert re.fullmatch(
         r"cut off by max_new_tokens, [\d.]+ tok/s, 4 tokens, context \d+ of 256",
@@ -347,23 +352,21 @@ def test_the_status_says_how_an_answer_ended():
 def test_the_context_is_the_models_own_or_what_memory_holds(monkeypatch, free_mb, least, most):
     monkeypatch.setattr(machine, "free_memory", lambda: free_mb * 10**6)
     config = options.RunOptions().config(context=0)
-    context = chat._whole_context(open_checkpoint(TINY), config, 1).context
+    context = whole_context(open_checkpoint(TINY), config, 1).context
     assert least <= context <= most and context % 64 == 0
     if free_mb == 60:
         token_bytes = memory.bytes_per_token(tiny().config, tiny().run)
         assert 0.5 * 15e6 < context * token_bytes <= 15e6  # weights take some of it
-    assert (
-        chat._whole_context(open_checkpoint(TINY), dataclasses.replace(config, context=300), 1).context == 300
-    )
+    assert whole_context(open_checkpoint(TINY), dataclasses.replace(config, context=300), 1).context == 300
 
 
 def test_piped_chat():
-    first = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    first = Conversation(Local(engine()), GREEDY, max_new_tokens=4, ignore_eos=True)
     expected = answer(first, "Hi"), answer(first, "More")
     stdin = "/stats\nHi\nMore\n/stats\n/reset\n\n/what\nHi\n/system Be kind.\nHi\n/exit\nnever read\n"
     done = run("chat", "-m", TINY, "-n", 4, "--temp", 0, "--ignore-eos", "-c", 256, stdin=stdin)
     assert done.exit_code == 0, done.stderr
-    kind = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True, system="Be kind.")
+    kind = Conversation(Local(engine()), GREEDY, max_new_tokens=4, ignore_eos=True, system="Be kind.")
     kind.messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": expected[0]}]
     assert done.stdout == "\n".join([*expected, expected[0], answer(kind, "Hi")]) + "\n"
     assert "no answer yet" in done.stderr and "/what is no command" in done.stderr

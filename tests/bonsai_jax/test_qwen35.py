@@ -15,6 +15,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import card
 from bonsai_jax.cli.chat import Conversation
+from bonsai_jax.cli.chat.local import Local
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
@@ -327,7 +328,7 @@ def test_a_conversation_goes_on_and_begins_anew():
     model, greedy = few(), bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
-        return Conversation(bj.Engine(model, max_batch_size=1), greedy, max_new_tokens=4, **more)
+        return Conversation(Local(bj.Engine(model, max_batch_size=1)), greedy, max_new_tokens=4, **more)
 
     def said(conversation, text):
         return "".join(piece.text for piece in conversation.ask(text))

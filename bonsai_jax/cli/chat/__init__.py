@@ -1,36 +1,37 @@
 """bonsai-jax chat: a conversation.
 
-    conversation.py  messages, the engine that answers, the context: knows no terminal
+    conversation.py  messages, and what answers them: knows no terminal
+    backend.py       what answers: a Backend and its Replies
+    local.py         a model in this process
+    remote.py        a server that speaks OpenAI's API; server_options.py: its options; received.py: what it
+                     has sent; remote_errors.py: what goes wrong with it
     commands.py      the /commands
     terminal.py      what is typed
     render.py        answers as they come
     notes.py         what the program is doing meanwhile
 
-terminal.py and render.py are imported when a chat begins.
+remote.py, terminal.py and render.py are imported when a chat begins.
 """
 
 import contextlib
-import dataclasses
-import functools
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Callable, Iterator
+from typing import Annotated
 
 import typer
 
 from bonsai_jax.cli import errors, options
 from bonsai_jax.cli.chat import commands
+from bonsai_jax.cli.chat.backend import Backend, OnFull, ServerError
 from bonsai_jax.cli.chat.commands import Outcome, Session
-from bonsai_jax.cli.chat.conversation import Conversation, OnFull
+from bonsai_jax.cli.chat.conversation import Conversation
+from bonsai_jax.cli.chat.local import Models
+from bonsai_jax.cli.chat.server_options import ServerOptions
 from bonsai_jax.cli.spread import spread
 from bonsai_jax.progress import lines_shown_by, notice
-
-if TYPE_CHECKING:
-    from bonsai_jax import Engine, RunConfig
-    from checkpoints import Checkpoint
 
 CLOSE_S = 0.5  # seconds after which nobody waits for an engine that is still compiling
 
@@ -38,7 +39,9 @@ CLOSE_S = 0.5  # seconds after which nobody waits for an engine that is still co
 @spread
 def command(
     *,
+    ctx: typer.Context,
     model: options.LoadOptions,
+    server: ServerOptions,
     max_new_tokens: options.NewTokens = -1,
     context: Annotated[
         int,
@@ -65,45 +68,22 @@ def command(
     run: options.RunOptions,
     devices: options.DeviceOptions,
 ) -> None:
-    """Talk with a model. Piped text is answered line by line.
+    """Talk with a model, in this process or at a server. Piped text is answered line by line.
 
     Enter sends a message; Alt+Enter, or a backslash at the end of a line, begins a new line. /help lists the
     commands, Ctrl-C stops an answer, /quit or Ctrl-D leaves.
     """
     typed = sys.stdin.isatty()
-    with notice(f"loading {model.name or 'demo'} ..."), _ended_by_interrupt():  # imports take seconds
-        from bonsai_jax import Engine
-
+    loading = f"asking {server.url}" if server.url else f"loading {model.name or 'demo'}"
+    with notice(f"{loading} ..."), _ended_by_interrupt():  # imports take seconds
         params = sampling.params()
         quiet = _no_echo() if typed else contextlib.nullcontext()
-    engines: list[Engine] = []  # the one that answers
-    how: dict[str, Any] = {"max_batch_size": 1, "speculate": speculate}
-    compile_ahead = functools.partial(Engine.compile_ahead, **how)
-
-    def open_engine(name: str | None) -> "Engine":
-        if engines and engines[0].model.source == name:
-            return engines[0]
-        named = dataclasses.replace(model, name=name)
-        with notice(f"loading {name or 'demo'} ..."):
-            checkpoint = named.checkpoint()
-            while engines:
-                engines.pop().close()  # there may be no room for both
-            mesh = devices.mesh()
-            config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
-            config = _whole_context(checkpoint, config, devices.tensor_parallel)
-        loaded = named.load(config, mesh, checkpoint, on_shapes=compile_ahead)
-        if loaded.tokenizer.chat_template is None:
-            raise ValueError(
-                f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text"
-            )
-        if typed:  # the first message takes a while to type
-            compile_ahead(loaded)
-        engines.append(Engine(loaded, **how))
-        return engines[0]
-
+        models = Models(model, run, devices, context=context, speculate=speculate, typed=typed)
+        opened = server.opened(ctx)
+    open_: Callable[[str | None], Backend] = models.open if opened is None else opened.open
     with quiet:
         conversation = Conversation(
-            open_engine(model.name),
+            open_(model.name),
             params,
             max_new_tokens,
             system=answers.system,
@@ -112,15 +92,15 @@ def command(
             ignore_eos=answers.ignore_eos,
             on_full=on_full,
         )
-        session = Session(conversation, open_engine)
+        session = Session(conversation, open_)
         try:
             with lines_shown_by(session.notes.show) if typed else contextlib.nullcontext():
                 talk(session, typed=typed, plain=plain)
         finally:
             if not typed:
-                _close(engines)
+                models.close()
     if typed:
-        _leave(engines)
+        _leave(models)
 
 
 @contextlib.contextmanager
@@ -139,33 +119,15 @@ def _ended_by_interrupt() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _whole_context(checkpoint: "Checkpoint", config: "RunConfig", parts: int) -> "RunConfig":
-    """The RunConfig with the model's own context, or as much of it as memory holds, unless it names one."""
-    from bonsai_jax.network import architectures
-    from bonsai_jax.weights import memory, plan
-
-    if config.context:
-        return config
-    description = architectures.describe(checkpoint, draft=config.draft)
-    resolved = plan.resolve(description, config, parts)
-    longest = memory.longest_context(description, resolved, parts)
-    return dataclasses.replace(config, context=longest, weights=resolved.weights)
-
-
 def _no_echo() -> contextlib.AbstractContextManager:
     from bonsai_jax.cli.chat import terminal
 
     return terminal.no_echo()
 
 
-def _close(engines: list["Engine"]) -> None:
-    for engine in engines:
-        engine.close()
-
-
-def _leave(engines: list["Engine"]) -> None:
+def _leave(models: Models) -> None:
     """Close the engine and end the process, without waiting for threads that still compile."""
-    thread = threading.Thread(target=_close, args=(engines,), daemon=True)
+    thread = threading.Thread(target=models.close, daemon=True)
     thread.start()
     thread.join(CLOSE_S)
     sys.stdout.flush()
@@ -182,7 +144,7 @@ def talk(session: Session, *, typed: bool, plain: bool) -> None:
     if typed:
         from bonsai_jax.cli.chat import terminal
 
-        say(f"{commands.greeting(session.conversation)}; /help lists the commands\n")
+        say(f"{session.conversation.backend.title}; /help lists the commands\n")
         read = terminal.Messages(name for command in commands.COMMANDS for name in command.names).ask
         session.conversation.warm_up()
     else:
@@ -220,7 +182,7 @@ def respond(session: Session, line: str, *, replaces: bool = False, typed: bool,
             answer(session, outcome.ask, **how, typed=typed, plain=plain)
         except ValueError as error:
             say(f"error: {errors.one_line(error, ())}")
-        except RuntimeError as error:  # the engine failed; the conversation can still be saved
+        except (RuntimeError, ServerError) as error:  # the conversation can still be saved
             if not typed:
                 raise
             say(f"error: {errors.one_line(error, ())}")
@@ -251,19 +213,22 @@ def answer(
     from bonsai_jax.cli.chat import render
 
     conversation = session.conversation
-    dropped, first = conversation.dropped, conversation.figures is None
+    dropped, first = conversation.dropped, conversation.reply is None
     output = render.output(plain=plain)
     with contextlib.ExitStack() as stack:
         stack.enter_context(stopped_by_interrupt(conversation))
         pieces = conversation.ask(text, replaces=replaces, retry=retry)
         stack.enter_context(contextlib.closing(pieces))
-        figures = conversation.figures
-        assert figures is not None
+        reply = conversation.reply
+        assert reply is not None
         if conversation.dropped > dropped:
             count = conversation.dropped - dropped
             say(f"(the context is full: the model no longer sees the oldest {count} messages)")
-        if typed and (first or conversation.unread > 200):
-            output.wait(f"reading {conversation.unread:,} tokens ...")
+        unread = reply.unread
+        if typed and unread is None:
+            output.wait("waiting for the server ...")
+        elif typed and unread is not None and (first or unread > 200):
+            output.wait(f"reading {unread:,} tokens ...")
         try:
             with session.notes.below(output):
                 for piece in pieces:
@@ -272,7 +237,7 @@ def answer(
             output.end()
     if typed:
         say(commands.status(conversation) + "\n", dim=True)
-    elif figures.finish_reason == "length" and conversation.max_new_tokens < 0:
+    elif reply.finish_reason == "length" and conversation.max_new_tokens < 0:
         say(commands.status(conversation))
 
 

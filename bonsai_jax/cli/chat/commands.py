@@ -4,15 +4,12 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from bonsai_jax.cli import aliases
+from bonsai_jax.cli.chat.backend import Backend
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.cli.chat.notes import Notes
-from bonsai_jax.cli.figures import summary
-
-if TYPE_CHECKING:
-    from bonsai_jax import Engine
 
 
 class Outcome(NamedTuple):
@@ -37,14 +34,14 @@ class Outcome(NamedTuple):
 class Session:
     """A conversation, and what its commands remember.
 
-    open_engine  opens another model by its name, and closes the one before
-    file         where the conversation was saved or loaded
-    retries      how often the last message has been answered again
-    notes        what the program is doing while an answer comes
+    open     opens another model by its name, and closes the one before
+    file     where the conversation was saved or loaded
+    retries  how often the last message has been answered again
+    notes    what the program is doing while an answer comes
     """
 
     conversation: Conversation
-    open_engine: Callable[[str], "Engine"]
+    open: Callable[[str], Backend]
     file: Path | None = None
     retries: int = 0
     notes: Notes = dataclasses.field(default_factory=Notes)
@@ -93,6 +90,8 @@ def _set(session: Session, text: str) -> Outcome:
     if not name:
         return Outcome("\n".join(f"{key} {_shown(value)}" for key, value in values.items()))
     key = setting_name(name)
+    if key in conversation.backend.fixed:
+        raise ValueError(f"{key} is set where the model runs, by its server")
     if key not in values:
         raise ValueError(f"/set has no {name}; it sets {', '.join(values)}")
     if not value.strip():
@@ -105,6 +104,8 @@ def settings(conversation: Conversation) -> dict[str, object]:
     """What /set changes, by name."""
     fields = dataclasses.asdict(conversation.sampling)
     values = {name: value for name, value in fields.items() if name != "logit_bias"}
+    for name in conversation.backend.fixed:
+        del values[name]
     return {**values, "max_new_tokens": conversation.max_new_tokens, "think": conversation.think}
 
 
@@ -164,17 +165,17 @@ def _shown(value: object) -> str:
 
 
 def _switch(session: Session, name: str) -> None:
-    session.conversation.switch(session.open_engine(name))
+    session.conversation.switch(session.open(name))
 
 
 def _model(session: Session, name: str) -> Outcome:
     conversation = session.conversation
     if name:
         with contextlib.ExitStack() as undo:  # also after Ctrl-C
-            undo.callback(_switch, session, conversation.engine.model.source)
+            undo.callback(_switch, session, conversation.backend.name)
             _switch(session, name)
             undo.pop_all()
-    return Outcome(greeting(conversation))
+    return Outcome(conversation.backend.title)
 
 
 def _save(session: Session, name: str) -> Outcome:
@@ -199,7 +200,7 @@ def _load(session: Session, name: str) -> Outcome:
 
 def _tokens(session: Session, _: str) -> Outcome:
     conversation = session.conversation
-    used, context = conversation.used(), conversation.context
+    used, context = conversation.used(), conversation.backend.context or 0
     dropped = f"; the model no longer sees the oldest {_count(conversation.dropped, 'message')}"
     return Outcome(
         f"{used:,} of {context:,} tokens are used, {max(0, context - used):,} are free"
@@ -208,7 +209,8 @@ def _tokens(session: Session, _: str) -> Outcome:
 
 
 def _stats(session: Session, _: str) -> Outcome:
-    return Outcome(stats(session.conversation))
+    reply = session.conversation.reply
+    return Outcome("no answer yet" if reply is None else reply.stats())
 
 
 def _help(session: Session, _: str) -> Outcome:
@@ -253,45 +255,25 @@ Ctrl-C               stops the answer, and keeps what came"""
 HELP = "\n".join(f"{f'{c.names[0]} {c.argument}':21}{c.summary}" for c in COMMANDS) + "\n" + KEYS
 
 
-def greeting(conversation: Conversation) -> str:
-    model = conversation.engine.model
-    return f"{model.name}, context {conversation.context:,}"
-
-
-def stats(conversation: Conversation) -> str:
-    """The figures of the last answer."""
-    figures = conversation.figures
-    if figures is None:
-        return "no answer yet"
-    read = conversation.reused + figures.prompt_tokens
-    return (
-        f"{summary(conversation.engine.model, figures, read)}; "
-        f"{conversation.reused} tokens of the prompt were in the cache; "
-        f"context {conversation.depth} of {conversation.context}"
-    )
-
-
 def status(conversation: Conversation) -> str:
     """A line after an answer: how it ended, its length and speed, and how full the context is."""
-    figures = conversation.figures
-    assert figures is not None
+    reply, context = conversation.reply, conversation.backend.context
+    assert reply is not None
     parts = []
-    if figures.finish_reason == "cancelled":
-        if not figures.text:
+    if reply.finish_reason == "cancelled":
+        if not reply.text:
             return "stopped; the conversation stays as it was"
         parts.append("stopped")
-    elif figures.finish_reason == "length":
-        parts.append(
-            "the context is full"
-            if conversation.depth >= conversation.context
-            else "cut off by max_new_tokens"
-        )
-    if figures.decode_tok_s is not None:
-        parts.append(f"{figures.decode_tok_s:.1f} tok/s")
-    parts += [
-        _count(len(figures.tokens), "token"),
-        f"context {conversation.depth:,} of {conversation.context:,}",
-    ]
+    elif reply.finish_reason == "length":
+        is_full = context is not None and reply.depth is not None and reply.depth >= context
+        limit = "the server" if conversation.max_new_tokens < 0 else "max_new_tokens"
+        parts.append("the context is full" if is_full else f"cut off by {limit}")
+    if reply.decode_tok_s is not None:
+        parts.append(f"{reply.decode_tok_s:.1f} tok/s")
+    if reply.new_tokens is not None:
+        parts.append(_count(reply.new_tokens, "token"))
+    if reply.depth is not None:
+        parts.append(f"context {reply.depth:,}" + (f" of {context:,}" if context is not None else ""))
     return ", ".join(parts)
 
 
