@@ -1,0 +1,143 @@
+// Messages on the page.
+
+const messageNodes = new WeakMap(); // by message
+const nodeMessages = new WeakMap(); // by node
+const NUMBER = new Intl.NumberFormat("en");
+
+/** Show a conversation's messages. Nodes of messages that were there stay in their place. */
+function showMessages(conversation, streaming) {
+  const log = find("log"), { messages, failure } = conversation;
+  messages.forEach((message, i) => {
+    const node = nodeOf(message);
+    if (log.children[i] !== node) log.insertBefore(node, log.children[i] ?? null);
+    const last = i === messages.length - 1;
+    showMessage(message, streaming && last);
+    node.querySelector(".edit").hidden = message.role !== "user" || streaming;
+    node.querySelector(".again").hidden = message.role === "user" || streaming || !last;
+  });
+  while (log.children.length > messages.length) log.lastChild.remove();
+  const unanswered = messages.at(-1)?.role === "user" && !streaming;
+  if (failure) log.append(failureNode(failure));
+  else if (unanswered) log.append(failureNode({ message: "This message has no answer yet.", retry: true }));
+  find("empty").hidden = messages.length > 0;
+}
+
+function nodeOf(message) {
+  let node = messageNodes.get(message);
+  if (!node) {
+    node = fromTemplate("message");
+    node.classList.add(message.role);
+    node.querySelector("h2").textContent = message.role === "user" ? "You" : "Model";
+    messageNodes.set(message, node);
+    nodeMessages.set(node, message);
+  }
+  return node;
+}
+
+/** Show what a message has by now. */
+function showMessage(message, streaming) {
+  const node = nodeOf(message);
+  const content = node.querySelector(".content"), note = node.querySelector(".note");
+  if (message.role === "user") {
+    if (content.textContent !== message.content) content.textContent = message.content;
+    return;
+  }
+  node.setAttribute("aria-busy", String(streaming));
+  node.classList.toggle("waiting", streaming && !message.content);
+  showThought(node.querySelector(".thought"), message, streaming);
+  if (message.json) content.replaceChildren(codeBlock(streaming ? message.content : indented(message.content), "json"));
+  else {
+    content.classList.add("prose");
+    showMarkdown(content, message.content);
+  }
+  note.hidden = !message.note || streaming;
+  note.textContent = message.note;
+  node.querySelector(".stats").textContent = statsText(message.stats);
+  node.querySelector(".under").hidden = streaming;
+}
+
+function showThought(thought, { reasoning, content, seconds }, streaming) {
+  thought.hidden = !reasoning;
+  if (!reasoning) return;
+  const over = content || !streaming;
+  thought.querySelector("summary").textContent = !over ? "Thinking…" : seconds ? `Thought for ${rounded(seconds)} s` : "Thoughts";
+  showMarkdown(thought.querySelector("div"), reasoning);
+}
+
+/** JSON with line breaks; a text that is none, as an answer that was cut, as it is. */
+function indented(text) {
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+
+const rounded = (number) => NUMBER.format(number >= 10 ? Math.round(number) : Number(number.toPrecision(2)));
+
+/** What an answer took, of the numbers that the server gave. */
+function statsText({ tokens, speed, wait, prompt, cached }) {
+  const parts = [];
+  if (tokens !== undefined) parts.push(`${NUMBER.format(tokens)} tokens`);
+  if (speed) parts.push(`${rounded(speed)} tokens/s`);
+  if (wait !== undefined) parts.push(`first after ${rounded(wait)} s`);
+  if (prompt !== undefined) parts.push(`prompt ${NUMBER.format(prompt)}, ${NUMBER.format(cached)} of it cached`);
+  return parts.join(" · ");
+}
+
+function failureNode({ message, retry, field }) {
+  const node = fromTemplate("failure");
+  node.querySelector("p").textContent = message;
+  const button = node.querySelector("button");
+  if (field && FIELDS.includes(fieldOf(field))) {
+    button.className = "open-field";
+    button.dataset.field = fieldOf(field);
+    button.textContent = "Open settings";
+  } else button.hidden = !retry;
+  return node;
+}
+
+/** The setting that makes a field of a request. */
+const fieldOf = (name) => ({ response_format: "schema" })[name] ?? name;
+
+/** Turn a user's message into a form. send: called with the new text. */
+function editMessage(message, after, send) {
+  const node = nodeOf(message), form = fromTemplate("editor"), area = form.querySelector("textarea");
+  const close = () => {
+    form.remove();
+    node.classList.remove("editing");
+    node.querySelector(".edit").focus();
+  };
+  area.value = message.content;
+  form.querySelector("p").textContent = after > 1 ? `Sending it drops the ${after} messages after it.` : "";
+  form.querySelector(".cancel").addEventListener("click", close);
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    if (!area.value.trim()) return;
+    close();
+    send(area.value.trim());
+  });
+  form.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") {
+      event.stopPropagation();
+      close();
+    } else if (isSend(event)) {
+      event.preventDefault();
+      form.requestSubmit();
+    }
+  });
+  node.classList.add("editing");
+  node.append(form);
+  fit(area);
+  area.addEventListener("input", () => fit(area));
+  area.focus();
+}
+
+/** Whether a key sends what is typed: Enter, but for one that ends a word of an input method. */
+const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+
+/** Make a text area as high as its text. */
+function fit(area) {
+  area.style.height = "auto";
+  area.style.height = `${area.scrollHeight + 2}px`;
+}
