@@ -2,10 +2,12 @@
 
 const running = new Map(); // the AbortController of each conversation's answer, by id
 const NOTHING = "The model wrote nothing.";
-const CUT = "The answer was cut: it reached the most tokens, the end of the context, or the server's time limit.";
+const CUT =
+  "The answer was cut: it reached the most tokens, the end of the context, or the server's time limit.";
 
-/** Let the model answer a conversation, whose last message is the user's. `show` and `save` are called with it. */
-async function answer(conversation, model, { show, save }) {
+/** Let the model answer a conversation, whose last message is the user's. `changed` is called when the answer
+ * begins, and when it has ended and is saved; `grew` whenever there is more of it. */
+async function answer(conversation, model, { changed, grew, save }) {
   const body = bodyOf(conversation, model);
   const message = { role: "assistant", content: "", reasoning: "", note: "", seconds: 0, stats: {} };
   message.json = body.response_format !== undefined;
@@ -13,12 +15,14 @@ async function answer(conversation, model, { show, save }) {
   conversation.messages.push(message);
   conversation.failure = null;
   running.set(conversation.id, controller);
-  show(conversation);
+  changed(conversation);
   try {
-    const began = performance.now();
+    let began = 0; // to think
     for await (const chunk of chunksOf(body, controller.signal)) {
-      take(message, chunk, began);
-      show(conversation);
+      take(message, chunk);
+      if (message.reasoning) began ||= performance.now();
+      if (began && message.content) message.seconds ||= (performance.now() - began) / 1000;
+      grew(conversation);
     }
     if (!message.content && !message.note) message.note = NOTHING;
   } catch (error) {
@@ -30,16 +34,15 @@ async function answer(conversation, model, { show, save }) {
     if (!message.content && !message.reasoning && message.note !== NOTHING) conversation.messages.pop();
     conversation.updated = Date.now();
     save(conversation);
-    show(conversation);
+    changed(conversation);
   }
   announce(conversation.failure ? "" : `The model: ${message.content.slice(0, 1000)}`);
 }
 
-/** Add a chunk to a message. began: on the clock of performance.now. */
-function take(message, { choices = [], usage, timings }, began) {
+/** Add a chunk to a message. */
+function take(message, { choices = [], usage, timings }) {
   const [{ delta = {}, finish_reason: finish } = {}] = choices;
   message.reasoning += delta.reasoning_content ?? "";
-  if (delta.content && !message.content && message.reasoning) message.seconds = (performance.now() - began) / 1000;
   message.content += delta.content ?? "";
   if (finish === "length") message.note = CUT;
   if (!usage) return;

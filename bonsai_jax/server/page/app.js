@@ -1,6 +1,10 @@
 // The page: the list of conversations, the current one, and what its buttons and keys do.
 
-const conversations = new Map(storedIds().map((id) => [id, stored(id)]).filter(([, one]) => one));
+const conversations = new Map(
+  storedIds()
+    .map((id) => [id, stored(id)])
+    .filter(([, one]) => one),
+);
 const byTime = () => [...conversations.values()].sort((a, b) => b.updated - a.updated);
 const FULL = 16 * 2 ** 20; // bytes of a file that is imported
 
@@ -26,12 +30,14 @@ function showHints() {
   find("active").textContent = set.length ? `Set: ${set.map((name) => labelOf(name)).join(", ")}` : "";
   const { prompt = 0, tokens = 0 } = current.messages.at(-1)?.stats ?? {};
   const most = model?.context_length;
-  find("context").textContent = prompt && most ? `${NUMBER.format(prompt + tokens)} of ${NUMBER.format(most)} tokens` : "";
+  find("context").textContent =
+    prompt && most ? `${NUMBER.format(prompt + tokens)} of ${NUMBER.format(most)} tokens` : "";
 }
 
 function showList() {
   const rows = byTime().map((conversation) => {
-    const row = fromTemplate("row"), [name, rename, remove] = row.children;
+    const row = fromTemplate("row"),
+      [name, rename, remove] = row.children;
     row.dataset.id = conversation.id;
     name.textContent = conversation.title;
     if (conversation === current) name.setAttribute("aria-current", "true");
@@ -40,7 +46,8 @@ function showList() {
     remove.setAttribute("aria-label", `Delete ${conversation.title}`);
     return row;
   });
-  const focused = document.activeElement?.closest?.("#list li"), at = [...(focused?.children ?? [])].indexOf(document.activeElement);
+  const focused = document.activeElement.closest("#list li");
+  const at = focused && [...focused.children].indexOf(document.activeElement);
   find("list").replaceChildren(...rows);
   if (focused) rows.find((row) => row.dataset.id === focused.dataset.id)?.children[at].focus();
   find("export-all").disabled = rows.length === 0;
@@ -48,11 +55,15 @@ function showList() {
 
 let frame = 0;
 
-/** An answer has grown, begun or ended. While it grows the page shows it once a frame. */
+/** An answer has begun or ended. */
+function changed(conversation) {
+  if (conversation === current) stickingToEnd(show);
+  else showList();
+}
+
+/** There is more of an answer. The page shows it once a frame. */
 function grew(conversation) {
-  if (conversation !== current) return void showList();
-  const streaming = running.has(conversation.id);
-  if (!streaming || find("stop").hidden) return stickingToEnd(show);
+  if (conversation !== current) return;
   frame ||= requestAnimationFrame(() => {
     frame = 0;
     if (running.has(current.id)) stickingToEnd(() => showMessage(current.messages.at(-1), true));
@@ -66,7 +77,8 @@ function stickingToEnd(change) {
   if (end) toEnd();
 }
 
-const isAtEnd = () => find("scroller").scrollHeight - find("scroller").scrollTop - find("scroller").clientHeight < 80;
+const isAtEnd = () =>
+  find("scroller").scrollHeight - find("scroller").scrollTop - find("scroller").clientHeight < 80;
 
 function toEnd() {
   find("scroller").scrollTop = find("scroller").scrollHeight;
@@ -86,11 +98,15 @@ function save(conversation) {
 /** Show another conversation. */
 function open(conversation) {
   current = conversation;
-  history.replaceState(null, "", conversations.has(conversation.id) ? `#${conversation.id}` : location.pathname);
+  history.replaceState(
+    null,
+    "",
+    conversations.has(conversation.id) ? `#${conversation.id}` : location.pathname,
+  );
   show();
   toEnd();
   closeDrawer();
-  find("text").focus();
+  toText();
 }
 
 /** Send a message: after the others, or in place of message number `at` and all after it. */
@@ -108,15 +124,22 @@ function send(content, at = current.messages.length) {
 
 /** Have the last message of the user answered. */
 function start() {
-  if (current.messages.at(-1)?.role === "assistant") current.messages.pop();
   const problem = problemOf(current.settings);
   if (problem) {
     current.failure = new Failure(problem.words, { field: problem.name });
     show();
     openSettings(problem.name);
-  } else answer(current, model?.id, { show: grew, save });
+    return;
+  }
+  if (current.messages.at(-1)?.role === "assistant") current.messages.pop();
+  answer(current, model?.id, { changed, grew, save });
   toEnd();
-  find("text").focus();
+  toText();
+}
+
+/** Put the cursor into the message box, but for screens of which a keyboard would take half. */
+function toText() {
+  if (matchMedia("(hover: hover)").matches) find("text").focus();
 }
 
 const titleOf = (text) => {
@@ -142,7 +165,7 @@ find("text").addEventListener("keydown", (event) => {
 
 function stop() {
   running.get(current.id)?.abort();
-  find("text").focus();
+  toText();
 }
 
 find("stop").addEventListener("click", stop);
@@ -158,24 +181,33 @@ find("log").addEventListener("click", ({ target }) => {
   const message = nodeMessages.get(target.closest("article"));
   const at = current.messages.indexOf(message);
   if (target.matches(".under .copy")) copy(message.content, target);
-  else if (target.matches(".edit")) editMessage(message, current.messages.length - 1 - at, (text) => send(text, at));
+  else if (target.matches(".edit"))
+    editMessage(message, current.messages.length - 1 - at, (text) => send(text, at));
   else if (target.matches(".again, .retry")) start();
   else if (target.matches(".open-field")) openSettings(target.dataset.field);
 });
 
 find("list").addEventListener("click", async ({ target }) => {
-  const button = target.closest("button"), conversation = conversations.get(target.closest("li")?.dataset.id);
+  const button = target.closest("button"),
+    conversation = conversations.get(target.closest("li")?.dataset.id);
   if (!button || !conversation) return;
   if (button.matches(".name")) open(conversation);
   else if (button.matches(".rename")) {
-    const title = await ask({ title: "Rename", text: "", label: "Title", value: conversation.title, confirm: "Rename" });
+    const title = await ask({
+      title: "Rename",
+      text: "",
+      label: "Title",
+      value: conversation.title,
+      confirm: "Rename",
+    });
     if (!title) return;
     conversation.title = title.slice(0, 200);
     save(conversation);
     show();
   } else {
     const text = `“${conversation.title}” will be gone from this browser.`;
-    if ((await ask({ title: "Delete this conversation?", text, confirm: "Delete" })) !== null) remove(conversation);
+    if ((await ask({ title: "Delete this conversation?", text, confirm: "Delete" })) !== null)
+      remove(conversation);
   }
 });
 
@@ -194,7 +226,8 @@ find("new").addEventListener("click", () => open(newConversation(current.setting
 find("latest").addEventListener("click", toEnd);
 find("scroller").addEventListener("scroll", () => (find("latest").hidden = isAtEnd()));
 
-const fileName = (what) => `${what.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${new Date().toISOString().slice(0, 10)}.json`;
+const fileName = (what) =>
+  `${what.replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 60)}-${new Date().toISOString().slice(0, 10)}.json`;
 find("export").addEventListener("click", () => download(fileName(current.title), exported([current])));
 find("export-all").addEventListener("click", () => download(fileName("conversations"), exported(byTime())));
 find("import").addEventListener("click", () => find("import-file").click());
@@ -222,7 +255,8 @@ find("import-file").addEventListener("change", async ({ target }) => {
 
 addEventListener("storage", ({ key }) => {
   if (!key?.startsWith(ITEM)) return;
-  const id = key.slice(ITEM.length), other = stored(id);
+  const id = key.slice(ITEM.length),
+    other = stored(id);
   if (running.has(id)) return;
   if (other) conversations.set(id, other);
   else conversations.delete(id);

@@ -26,7 +26,9 @@ function sessionKey() {
 /** Ask for a key. Returns whether one was given. Several requests share one question. */
 function askForKey() {
   asking ??= (async () => {
-    const text = apiKey ? "The server does not know this key." : "This server answers those who have a key. It is kept until this tab is closed.";
+    const text = apiKey
+      ? "The server does not know this key."
+      : "This server answers those who have a key. It is kept until this tab is closed.";
     const key = await ask({ title: "API key", text, label: "API key", type: "password", confirm: "Use it" });
     asking = null;
     if (!key) return false;
@@ -51,11 +53,14 @@ async function request(path, options = {}) {
       response = await fetch(path, { ...options, headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new Failure("The server does not answer. Is it still running, and is this machine connected to it?");
+      throw new Failure(
+        "The server does not answer. Is it still running, and is this machine connected to it?",
+      );
     }
     if (response.ok) return response;
     if (response.status !== 401) throw await failureOf(response);
-    if (key === apiKey && !(await askForKey())) throw new Failure("This server answers only with an API key.");
+    if (key === apiKey && !(await askForKey()))
+      throw new Failure("This server answers only with an API key.");
   }
 }
 
@@ -77,12 +82,17 @@ function wordsOf(status, { message = "", code = "", param = null }, later) {
   const reason = message ? ` It says: ${message}` : "";
   if (status === 429) return [`The server has too many requests just now: ${later}.`];
   if (code === "context_length_exceeded")
-    return [`This conversation has become longer than the model can read.${reason} Shorten it by editing an earlier message, or begin a new one.`, { retry: false }];
-  if (status === 413) return ["This conversation is too large for the server. Begin a new one.", { retry: false }];
+    return [
+      `This conversation has become longer than the model can read.${reason} Shorten it by editing an earlier message, or begin a new one.`,
+      { retry: false },
+    ];
+  if (status === 413)
+    return ["This conversation is too large for the server. Begin a new one.", { retry: false }];
   if (status === 400) return [`The server cannot do this.${reason}`, { field: param?.split(".")[0] ?? null }];
   if (status === 403) return [`The server refuses this page.${reason}`, { retry: false }];
   if (status === 404 || status === 405) return ["There is no model server at this address."];
-  if (status === 503 || status === 502 || status === 504) return [`The server cannot answer now: ${later}.${reason}`];
+  if (status === 503 || status === 502 || status === 504)
+    return [`The server cannot answer now: ${later}.${reason}`];
   return [`The server failed (status ${status}).${reason}`];
 }
 
@@ -111,12 +121,18 @@ function bodyOf({ settings, messages }, model) {
 /** Chunks of a streamed answer, as they come. Raises Failure. */
 async function* chunksOf(body, signal) {
   const headers = { "content-type": "application/json" };
-  const response = await request("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  const response = await request("v1/chat/completions", {
+    method: "POST",
+    headers,
+    body: JSON.stringify(body),
+    signal,
+  });
   try {
     for await (const data of eventsOf(response.body)) {
       if (data === "[DONE]") return;
       const chunk = JSON.parse(data);
-      if (chunk.error) throw new Failure(`The server broke off. It says: ${chunk.error.message ?? "nothing"}`);
+      if (chunk.error)
+        throw new Failure(`The server broke off. It says: ${chunk.error.message ?? "nothing"}`);
       yield chunk;
     }
   } catch (error) {

@@ -26,7 +26,8 @@ function ask(question) {
 }
 
 function asked({ title, text, confirm, label = "", value = "", type = "text" }) {
-  const dialog = find("question"), input = find("answer");
+  const dialog = find("question"),
+    input = find("answer");
   find("question-title").textContent = title;
   find("question-text").textContent = text;
   find("question-label").hidden = !label;

@@ -15,7 +15,9 @@ function inline(text) {
 /** Code spans: where each ends, by where it begins. `masked` is the text without their characters, and without escaped
  * ones, so that no mark is looked for in them. */
 function hideCode(text) {
-  const codes = new Map(), runs = new Map(), masked = text.split("");
+  const codes = new Map(),
+    runs = new Map(),
+    masked = text.split("");
   for (const run of text.matchAll(/`+/g)) {
     if (!runs.has(run[0].length)) runs.set(run[0].length, []);
     runs.get(run[0].length).push(run.index);
@@ -63,7 +65,8 @@ function inlineSlice(source, at, end, depth, links) {
       if (emphasis) {
         const { mark, to } = emphasis;
         add(element(NAMES[mark], within(at + mark.length, to, links)), to + mark.length);
-      } else if (found) add(link(found.address, found.label ? within(...found.label, false) : found.address), found.end);
+      } else if (found)
+        add(link(found.address, found.label ? within(...found.label, false) : found.address), found.end);
       else plain += text[at++];
     }
   }
@@ -72,7 +75,8 @@ function inlineSlice(source, at, end, depth, links) {
 }
 
 /** Code that begins and ends with a space, so that it can hold a backtick there, is shown without both. */
-const codeText = (code) => (code.startsWith(" ") && code.endsWith(" ") && code.trim() ? code.slice(1, -1) : code);
+const codeText = (code) =>
+  code.startsWith(" ") && code.endsWith(" ") && code.trim() ? code.slice(1, -1) : code;
 
 const isSpace = (character) => character === undefined || /\s/.test(character);
 const isWord = (character) => character !== undefined && /[\p{L}\p{N}_]/u.test(character);
@@ -84,7 +88,8 @@ function emphasisAt(masked, at, end, open) {
   if (mark[0] === "_" && isWord(masked[at - 1])) return null;
   const next = (from) => masked.indexOf(mark, from);
   for (let to = next(at + mark.length + 1); to >= 0 && to + mark.length <= end; to = next(to + 1)) {
-    const before = masked[to - 1], after = masked[to + mark.length];
+    const before = masked[to - 1],
+      after = masked[to + mark.length];
     if (isSpace(before) || after === mark[0] || (mark.length === 1 && before === mark)) continue;
     if (mark[0] === "_" && isWord(after)) continue;
     return { mark, to };
@@ -96,7 +101,8 @@ function emphasisAt(masked, at, end, open) {
 /** The link that begins here: [label](address), ![label](address), <address>, or an address alone. */
 function linkAt(text, masked, at, end) {
   const character = masked[at];
-  if (character === "[" || (character === "!" && masked[at + 1] === "[")) return labelledAt(text, masked, at, end);
+  if (character === "[" || (character === "!" && masked[at + 1] === "["))
+    return labelledAt(text, masked, at, end);
   const from = character === "<" ? at + 1 : at;
   if (!masked.startsWith("http", from) || isWord(masked[from - 1])) return null;
   ADDRESS.lastIndex = from;
@@ -106,7 +112,8 @@ function linkAt(text, masked, at, end) {
     const last = from + address.length;
     return masked[last] === ">" ? linked({ address, end: last + 1 }) : null;
   }
-  while (/[.,;:!?]$/.test(address) || (address.endsWith(")") && !address.includes("("))) address = address.slice(0, -1);
+  while (/[.,;:!?]$/.test(address) || (address.endsWith(")") && !address.includes("(")))
+    address = address.slice(0, -1);
   return linked({ address, end: from + address.length });
 }
 
@@ -117,7 +124,8 @@ function labelledAt(text, masked, at, end) {
   const label = LABEL.exec(masked);
   if (!label) return null;
   const from = at + label[0].length;
-  let to = from, open = 1;
+  let to = from,
+    open = 1;
   for (; to < Math.min(end, from + LONGEST_ADDRESS); to++) {
     if (masked[to] === "(") open++;
     else if (masked[to] === ")" && --open === 0) break;

@@ -24,7 +24,10 @@ function showMarkdown(container, text) {
     else container.append(node);
   });
   while (container.childNodes.length > blocks.length) container.lastChild.remove();
-  shownBlocks.set(container, blocks.map((block) => block.source));
+  shownBlocks.set(
+    container,
+    blocks.map((block) => block.source),
+  );
 }
 
 /** Blocks of some lines: their source, and a function that makes the node. */
@@ -62,7 +65,19 @@ function blockAt(lines, at, depth) {
   if (depth < MOST_DEPTH && MARKER.test(line)) return listAt(lines, at, depth);
   if (isTable(lines, at)) return tableAt(lines, at);
   const end = endOf(lines, at + 1, (next, i) => next.trim() && !interrupts(next) && !isTable(lines, i));
-  return [end, () => element("p", inline(lines.slice(at, end).map((one) => one.trim()).join("\n")))];
+  return [
+    end,
+    () =>
+      element(
+        "p",
+        inline(
+          lines
+            .slice(at, end)
+            .map((one) => one.trim())
+            .join("\n"),
+        ),
+      ),
+  ];
 }
 
 const nodes = (lines, depth) => blocksOf(lines, depth).map((block) => block.node());
@@ -76,7 +91,8 @@ function endOf(lines, at, holds) {
 /** Whether a line ends the paragraph before it. */
 function interrupts(line) {
   const marker = MARKER.exec(line);
-  const item = marker && marker[0].length < line.length && (marker[2].length === 1 || marker[2].startsWith("1"));
+  const item =
+    marker && marker[0].length < line.length && (marker[2].length === 1 || marker[2].startsWith("1"));
   return item || fenceOf(line) || HEADING.test(line) || RULE.test(line) || QUOTE.test(line);
 }
 
@@ -100,7 +116,10 @@ function fencedAt(lines, at, [, indent, mark, info]) {
   };
   const end = endOf(lines, at + 1, (line) => !closes(line));
   const code = lines.slice(at + 1, end).map((line) => unindented(line, indent.length));
-  return [Math.min(lines.length, end + 1), () => codeBlock(code.join("\n"), info.trim().split(/[\s{]/, 1)[0])];
+  return [
+    Math.min(lines.length, end + 1),
+    () => codeBlock(code.join("\n"), info.trim().split(/[\s{]/, 1)[0]),
+  ];
 }
 
 /** A code block with a button that copies it. */
@@ -121,7 +140,9 @@ const unindented = (line, spaces) => line.slice(Math.min(spaces, indentOf(line))
 
 function listAt(lines, at, depth) {
   const first = MARKER.exec(lines[at]);
-  const base = first[1].length, ordered = first[2].length > 1, items = [];
+  const base = first[1].length,
+    ordered = first[2].length > 1,
+    items = [];
   const isItem = (line) => {
     const marker = MARKER.exec(line);
     if (!marker || marker[1].length >= base + 2) return null;
@@ -137,7 +158,10 @@ function listAt(lines, at, depth) {
     at = end;
   }
   const build = () => {
-    const list = element(ordered ? "ol" : "ul", ...items.map((item) => element("li", ...nodes(item, depth + 1))));
+    const list = element(
+      ordered ? "ol" : "ul",
+      ...items.map((item) => element("li", ...nodes(item, depth + 1))),
+    );
     if (ordered && parseInt(first[2]) !== 1) list.start = parseInt(first[2]);
     return list;
   };
@@ -175,7 +199,8 @@ function cellsOf(line) {
 
 function isTable(lines, at) {
   const below = lines[at + 1];
-  if (below === undefined || !lines[at].includes("|") || !/^[ |:-]+$/.test(below) || !below.includes("-")) return false;
+  if (below === undefined || !lines[at].includes("|") || !/^[ |:-]+$/.test(below) || !below.includes("-"))
+    return false;
   const marks = cellsOf(below);
   return marks.every((cell) => /^:?-+:?$/.test(cell)) && marks.length === cellsOf(lines[at]).length;
 }
@@ -187,15 +212,20 @@ function tableAt(lines, at) {
     const side = (mark) => (!mark.endsWith(":") ? "" : mark.startsWith(":") ? "center" : "right");
     const sides = cellsOf(lines[at + 1]).map(side);
     const row = (line, name) => {
-      const cells = cellsOf(line).slice(0, width).map((cell, i) => {
-        const node = element(name, inline(cell));
-        if (sides[i]) node.className = sides[i];
-        return node;
-      });
+      const cells = cellsOf(line)
+        .slice(0, width)
+        .map((cell, i) => {
+          const node = element(name, inline(cell));
+          if (sides[i]) node.className = sides[i];
+          return node;
+        });
       return element("tr", ...cells);
     };
     const body = lines.slice(at + 2, end).map((line) => row(line, "td"));
-    const frame = element("div", element("table", element("thead", row(lines[at], "th")), element("tbody", ...body)));
+    const frame = element(
+      "div",
+      element("table", element("thead", row(lines[at], "th")), element("tbody", ...body)),
+    );
     frame.className = "scrolls";
     frame.tabIndex = 0;
     frame.setAttribute("role", "group");

@@ -2,23 +2,28 @@
 
 const messageNodes = new WeakMap(); // by message
 const nodeMessages = new WeakMap(); // by node
+const failureNodes = new WeakMap(); // by failure, so that each is read aloud once
+const UNANSWERED = { message: "This message has no answer yet.", retry: true };
 const NUMBER = new Intl.NumberFormat("en");
 
 /** Show a conversation's messages. Nodes of messages that were there stay in their place. */
 function showMessages(conversation, streaming) {
-  const log = find("log"), { messages, failure } = conversation;
+  const log = find("log"),
+    { messages } = conversation;
   messages.forEach((message, i) => {
     const node = nodeOf(message);
-    if (log.children[i] !== node) log.insertBefore(node, log.children[i] ?? null);
     const last = i === messages.length - 1;
     showMessage(message, streaming && last);
     node.querySelector(".edit").hidden = message.role !== "user" || streaming;
     node.querySelector(".again").hidden = message.role === "user" || streaming || !last;
   });
-  while (log.children.length > messages.length) log.lastChild.remove();
   const unanswered = messages.at(-1)?.role === "user" && !streaming;
-  if (failure) log.append(failureNode(failure));
-  else if (unanswered) log.append(failureNode({ message: "This message has no answer yet.", retry: true }));
+  const failure = conversation.failure ?? (unanswered ? UNANSWERED : null);
+  const nodes = [...messages.map(nodeOf), ...(failure ? [failureNode(failure)] : [])];
+  nodes.forEach((node, i) => {
+    if (log.children[i] !== node) log.insertBefore(node, log.children[i] ?? null);
+  });
+  while (log.children.length > nodes.length) log.lastChild.remove();
   find("empty").hidden = messages.length > 0;
 }
 
@@ -37,7 +42,8 @@ function nodeOf(message) {
 /** Show what a message has by now. */
 function showMessage(message, streaming) {
   const node = nodeOf(message);
-  const content = node.querySelector(".content"), note = node.querySelector(".note");
+  const content = node.querySelector(".content"),
+    note = node.querySelector(".note");
   if (message.role === "user") {
     if (content.textContent !== message.content) content.textContent = message.content;
     return;
@@ -45,7 +51,8 @@ function showMessage(message, streaming) {
   node.setAttribute("aria-busy", String(streaming));
   node.classList.toggle("waiting", streaming && !message.content);
   showThought(node.querySelector(".thought"), message, streaming);
-  if (message.json) content.replaceChildren(codeBlock(streaming ? message.content : indented(message.content), "json"));
+  if (message.json)
+    content.replaceChildren(codeBlock(streaming ? message.content : indented(message.content), "json"));
   else {
     content.classList.add("prose");
     showMarkdown(content, message.content);
@@ -60,7 +67,11 @@ function showThought(thought, { reasoning, content, seconds }, streaming) {
   thought.hidden = !reasoning;
   if (!reasoning) return;
   const over = content || !streaming;
-  thought.querySelector("summary").textContent = !over ? "Thinking…" : seconds ? `Thought for ${rounded(seconds)} s` : "Thoughts";
+  thought.querySelector("summary").textContent = !over
+    ? "Thinking…"
+    : seconds
+      ? `Thought for ${rounded(seconds)} s`
+      : "Thoughts";
   showMarkdown(thought.querySelector("div"), reasoning);
 }
 
@@ -73,7 +84,8 @@ function indented(text) {
   }
 }
 
-const rounded = (number) => NUMBER.format(number >= 10 ? Math.round(number) : Number(number.toPrecision(2)));
+const rounded = (number) =>
+  number >= 10 ? NUMBER.format(Math.round(number)) : number.toFixed(number < 1 ? 2 : 1);
 
 /** What an answer took, of the numbers that the server gave. */
 function statsText({ tokens, speed, wait, prompt, cached }) {
@@ -81,12 +93,18 @@ function statsText({ tokens, speed, wait, prompt, cached }) {
   if (tokens !== undefined) parts.push(`${NUMBER.format(tokens)} tokens`);
   if (speed) parts.push(`${rounded(speed)} tokens/s`);
   if (wait !== undefined) parts.push(`first after ${rounded(wait)} s`);
-  if (prompt !== undefined) parts.push(`prompt ${NUMBER.format(prompt)}, ${NUMBER.format(cached)} of it cached`);
+  if (prompt !== undefined)
+    parts.push(`prompt ${NUMBER.format(prompt)}, ${NUMBER.format(cached ?? 0)} of it cached`);
   return parts.join(" · ");
 }
 
-function failureNode({ message, retry, field }) {
-  const node = fromTemplate("failure");
+function failureNode(failure) {
+  let node = failureNodes.get(failure);
+  if (node) return node;
+  const { message, retry, field } = failure;
+  node = fromTemplate("failure");
+  failureNodes.set(failure, node);
+  if (failure !== UNANSWERED) node.setAttribute("role", "alert");
   node.querySelector("p").textContent = message;
   const button = node.querySelector("button");
   if (field && FIELDS.includes(fieldOf(field))) {
@@ -102,7 +120,9 @@ const fieldOf = (name) => ({ response_format: "schema" })[name] ?? name;
 
 /** Turn a user's message into a form. send: called with the new text. */
 function editMessage(message, after, send) {
-  const node = nodeOf(message), form = fromTemplate("editor"), area = form.querySelector("textarea");
+  const node = nodeOf(message),
+    form = fromTemplate("editor"),
+    area = form.querySelector("textarea");
   const close = () => {
     form.remove();
     node.classList.remove("editing");

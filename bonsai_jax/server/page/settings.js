@@ -5,8 +5,16 @@ const form = find("settings").querySelector("form");
 /** What a setting is called. */
 const labelOf = (name) =>
   ({
-    system: "system prompt", temperature: "temperature", top_p: "top p", top_k: "top k", min_p: "min p",
-    max_tokens: "most tokens", seed: "seed", reasoning_effort: "thinking", stop: "stop texts", schema: "JSON schema",
+    system: "system prompt",
+    temperature: "temperature",
+    top_p: "top p",
+    top_k: "top k",
+    min_p: "min p",
+    max_tokens: "most tokens",
+    seed: "seed",
+    reasoning_effort: "thinking",
+    stop: "stop texts",
+    schema: "JSON schema",
   })[name];
 
 /** The first setting that cannot be sent, and why; null: there is none. */
@@ -23,7 +31,8 @@ function wordsFor(name, value) {
   if (name === "schema") return schemaWords(value);
   const input = form.elements[name];
   if (input.type !== "number") return "";
-  const number = Number(value), { min, max, step } = input;
+  const number = Number(value),
+    { min, max, step } = input;
   if (!Number.isFinite(number)) return "it is not a number.";
   if (step === "1" && !Number.isSafeInteger(number)) return "it is not a whole number.";
   if (min && number < Number(min)) return `it is less than ${min}.`;
@@ -51,12 +60,13 @@ function openSettings(field = "system") {
 
 /** Show what is wrong with a field below it. Returns whether there is something. */
 function showProblem(name) {
-  const input = form.elements[name], value = input.value.trim();
+  const input = form.elements[name],
+    value = input.value.trim();
   const words = input.validity.badInput ? "it is not a number." : value && wordsFor(name, value);
   const id = `problem-${name}`;
   find(id)?.remove();
-  input.toggleAttribute("aria-invalid", Boolean(words));
   if (!words) {
+    input.removeAttribute("aria-invalid");
     input.removeAttribute("aria-describedby");
     return false;
   }
@@ -103,7 +113,8 @@ find("open-settings").addEventListener("click", () => openSettings());
 // Colors: the system's, until the user has chosen.
 
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
-const isDark = () => (document.documentElement.dataset.theme ?? (systemDark.matches ? "dark" : "light")) === "dark";
+const isDark = () =>
+  (document.documentElement.dataset.theme ?? (systemDark.matches ? "dark" : "light")) === "dark";
 
 function showTheme() {
   find("theme").setAttribute("aria-pressed", String(isDark()));
@@ -144,6 +155,7 @@ function closeDrawer() {
 }
 
 find("menu").addEventListener("click", openDrawer);
+matchMedia("(min-width: 60.01rem)").addEventListener("change", closeDrawer);
 find("shade").addEventListener("click", closeDrawer);
 
 // The server.
@@ -173,5 +185,5 @@ async function waitUntilReady(name) {
 
 show();
 toEnd();
-find("text").focus();
+toText();
 meet();

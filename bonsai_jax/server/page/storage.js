@@ -4,7 +4,16 @@ const ITEM = "bonsai-jax/conversation/";
 const MOST_CHARACTERS = 4_500_000; // of all items: browsers give a site about 5 million
 const FORMAT = "bonsai-jax conversations";
 const FIELDS = [
-  "system", "temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "reasoning_effort", "stop", "schema",
+  "system",
+  "temperature",
+  "top_p",
+  "top_k",
+  "min_p",
+  "max_tokens",
+  "seed",
+  "reasoning_effort",
+  "stop",
+  "schema",
 ];
 
 /** Something that the user is told in these words. */
@@ -13,12 +22,14 @@ class Refusal extends Error {}
 /** {id, title, updated, settings: {field: text}, messages: [message]}, a message being {role, content} and, of the
  * model, {reasoning, seconds: of thinking, json: whether a schema was kept to, note, stats: {name: number}}. */
 function newConversation(settings = {}) {
-  const id = Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+  const id = Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) =>
+    byte.toString(16).padStart(2, "0"),
+  ).join("");
   const own = Object.fromEntries(FIELDS.map((name) => [name, settings[name] ?? ""]));
   return { id, title: "New conversation", updated: Date.now(), settings: own, messages: [] };
 }
 
-/** The conversation in a parsed JSON value, with known fields alone. Raises Refusal. */
+/** The conversation in a value, with the fields that are stored and no others. Raises Refusal. */
 function conversationFrom(value) {
   const must = (holds, what) => {
     if (!holds) throw new Refusal(`Not a conversation of this page: ${what}.`);
@@ -39,7 +50,9 @@ function conversationFrom(value) {
     must(role === "user" || role === "assistant", "a message is neither the user's nor the assistant's");
     const own = { role, content: text(content, "the content of a message") };
     if (role === "user") return own;
-    const stats = Object.entries(isObject(message.stats) ? message.stats : {}).filter(([, one]) => Number.isFinite(one));
+    const stats = Object.entries(isObject(message.stats) ? message.stats : {}).filter(([, one]) =>
+      Number.isFinite(one),
+    );
     return {
       ...own,
       reasoning: text(reasoning, "a thought"),
@@ -67,7 +80,10 @@ function browserStorage() {
 
 const kept = browserStorage();
 
-const storedIds = () => Object.keys(kept ?? {}).filter((key) => key.startsWith(ITEM)).map((key) => key.slice(ITEM.length));
+const storedIds = () =>
+  Object.keys(kept ?? {})
+    .filter((key) => key.startsWith(ITEM))
+    .map((key) => key.slice(ITEM.length));
 
 /** The stored conversation of an id; null where there is none that can be read. */
 function stored(id) {
@@ -80,11 +96,16 @@ function stored(id) {
 
 /** Store a conversation. Raises Refusal where there is no room for it. */
 function store(conversation) {
-  if (!kept) throw new Refusal("This browser keeps nothing for this page: conversations end with it, unless you export them.");
-  const key = ITEM + conversation.id, item = JSON.stringify(conversation, (name, value) => (name === "failure" ? undefined : value));
+  if (!kept)
+    throw new Refusal(
+      "This browser keeps nothing for this page: conversations end with it, unless you export them.",
+    );
+  const key = ITEM + conversation.id,
+    item = JSON.stringify(conversationFrom(conversation));
   const others = Object.keys(kept).filter((other) => other !== key);
   const taken = others.reduce((sum, other) => sum + other.length + kept.getItem(other).length, 0);
-  const full = "There is no more room for conversations in this browser. What you write now is lost when the page is " +
+  const full =
+    "There is no more room for conversations in this browser. What you write now is lost when the page is " +
     "closed: export this conversation, or delete others.";
   if (taken + key.length + item.length > MOST_CHARACTERS) throw new Refusal(full);
   try {
@@ -98,8 +119,11 @@ const unstore = (id) => kept?.removeItem(ITEM + id);
 
 /** The text of a file of these conversations. */
 function exported(conversations) {
-  const known = conversations.map((one) => conversationFrom(one)); // without what belongs to this visit
-  return JSON.stringify({ format: FORMAT, version: 1, conversations: known }, null, 1);
+  return JSON.stringify(
+    { format: FORMAT, version: 1, conversations: conversations.map(conversationFrom) },
+    null,
+    1,
+  );
 }
 
 /** The conversations of a file's text. Raises Refusal. */
