@@ -66,7 +66,9 @@ class Upstream:
         return self._page.evaluate("asked.at(-1).body")
 
     def begin(self, status: int = 200, headers: dict[str, str] | None = None) -> None:
-        self._page.evaluate("([status, headers]) => asked.at(-1).begin(status, headers)", [status, headers or {}])
+        self._page.evaluate(
+            "([status, headers]) => asked.at(-1).begin(status, headers)", [status, headers or {}]
+        )
 
     def write(self, text: str) -> None:
         self._page.evaluate("text => asked.at(-1).write(text)", text)
@@ -78,7 +80,10 @@ class Upstream:
     def end(self, usage: dict[str, Any] | None = None, timings: dict[str, Any] | None = None) -> None:
         """The last chunks. usage, timings: as the server has them."""
         self.delta("stop")
-        self.write(event({"choices": [], "usage": usage or USAGE, "timings": timings or TIMINGS}) + "data: [DONE]\n\n")
+        self.write(
+            event({"choices": [], "usage": usage or USAGE, "timings": timings or TIMINGS})
+            + "data: [DONE]\n\n"
+        )
         self._page.evaluate("asked.at(-1).end()")
 
     def answer(self, count: int, text: str) -> dict[str, Any]:

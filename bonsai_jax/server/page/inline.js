@@ -89,7 +89,7 @@ function emphasisAt(masked, at, end, open) {
   const next = (from) => masked.indexOf(mark, from);
   for (let to = next(at + mark.length + 1); to >= 0 && to + mark.length <= end; to = next(to + 1)) {
     const before = masked[to - 1],
-      after = masked[to + mark.length];
+      after = to + mark.length < end ? masked[to + mark.length] : undefined;
     if (isSpace(before) || after === mark[0] || (mark.length === 1 && before === mark)) continue;
     if (mark[0] === "_" && isWord(after)) continue;
     return { mark, to };
@@ -112,10 +112,13 @@ function linkAt(text, masked, at, end) {
     const last = from + address.length;
     return masked[last] === ">" ? linked({ address, end: last + 1 }) : null;
   }
-  while (/[.,;:!?]$/.test(address) || (address.endsWith(")") && !address.includes("(")))
-    address = address.slice(0, -1);
+  while (/[.,;:!?]$/.test(address) || closesTooMany(address)) address = address.slice(0, -1);
   return linked({ address, end: from + address.length });
 }
+
+/** Whether the parenthesis at an address's end belongs to the sentence around it. */
+const closesTooMany = (address) =>
+  address.endsWith(")") && address.split(")").length > address.split("(").length;
 
 const LABEL = /!?\[([^[\]]{0,1000})\]\(/y;
 
