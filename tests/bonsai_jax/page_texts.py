@@ -60,12 +60,12 @@ HOSTILE = """<script>pwned()</script><img src=x onerror="pwned()"><svg onload=pw
 <meta http-equiv=refresh content="0;url=https://evil.example">
 """
 
-# Beginnings that never end, over and over: of marks within a line, and of blocks, of which thousands are made.
-INLINE = ("*a ", "**a*b_", "_a ", "[", "[a](((", "` `` ", "http://", "<http://")
+# Beginnings that never end, over and over: of marks within a line, and of blocks, which are thousands.
+INLINE = ("*a ", "**a*b_", "_a ", "[", "[a](((", "`` ` ", "http://", "<http://")
 BLOCKS = (
-    "[a](", "`", "> ", "- ", "  - a\n", "# ", "#", "| ", "|-", "\\", "~~", "![", "a\n", "a|b\n-|-\n", "\n", "1. ",
-    "***", "```\n", "> - ",
-)  # fmt: skip
+    *("[a](", "`", "> ", "- ", "  - a\n", "# ", "#", "| ", "|-", "\\", "~~", "![", "a\n", "a|b\n-|-\n", "\n"),
+    *("1. ", "***", "```\n", "> - "),
+)
 
 # One of each thing that a page shows.
 RICH = f"""A plan with **bold**, `code`, a [link](https://a.example) and a_very_long_word_{"x" * 200}
