@@ -1,7 +1,7 @@
 """GET /: a page to talk to the model. page/ has its parts; it is served as one file that asks nobody else.
 
 Its security policy names the page's own style and script by their hashes, so that no text of a model can
-become either, and lets it ask this server alone.
+become either, and lets it ask this server alone. The scripts are formatted by `prettier --print-width 110`.
 """
 
 import base64

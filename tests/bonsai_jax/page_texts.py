@@ -20,6 +20,10 @@ MARKDOWN = {
     ),
     "3. a\n4. b": '<ol start="3"><li><p>a</p></li><li><p>b</p></li></ol>',
     "1. a\n   more\n\n   b\n2. c": "<ol><li><p>a<br>more</p><p>b</p></li><li><p>c</p></li></ol>",
+    "- a\n  ```\n  x\n\n\n  y\n  ```\n- b": (
+        "<ul><li><p>a</p><div><div><span></span><button>Copy</button></div><pre><code>x\n\n\ny</code></pre></div></li>"
+        "<li><p>b</p></li></ul>"
+    ),
     "> a\n> > b\n\nc": ("<blockquote><p>a</p><blockquote><p>b</p></blockquote></blockquote><p>c</p>"),
     "<https://a.example/x> (see https://b.example/y_(z)).": (
         "<p><a>https://a.example/x</a> (see <a>https://b.example/y_(z)</a>).</p>"

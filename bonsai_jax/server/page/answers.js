@@ -2,6 +2,7 @@
 
 const running = new Map(); // the AbortController of each conversation's answer, by id
 const NOTHING = "The model wrote nothing.";
+const STOPPED = "You stopped this answer.";
 const CUT =
   "The answer was cut: it reached the most tokens, the end of the context, or the server's time limit.";
 
@@ -26,12 +27,13 @@ async function answer(conversation, model, { changed, grew, save }) {
     }
     if (!message.content && !message.note) message.note = NOTHING;
   } catch (error) {
-    if (error.name === "AbortError") message.note = "You stopped this answer.";
+    if (error.name === "AbortError") message.note = STOPPED;
     else if (error instanceof Failure) conversation.failure = error;
     else throw error;
   } finally {
     running.delete(conversation.id);
-    if (!message.content && !message.reasoning && message.note !== NOTHING) conversation.messages.pop();
+    const incomplete = conversation.failure || message.note === STOPPED;
+    if (incomplete && !message.content && !message.reasoning) conversation.messages.pop();
     conversation.updated = Date.now();
     save(conversation);
     changed(conversation);

@@ -6,7 +6,7 @@ const conversations = new Map(
     .filter(([, one]) => one),
 );
 const byTime = () => [...conversations.values()].sort((a, b) => b.updated - a.updated);
-const FULL = 16 * 2 ** 20; // bytes of a file that is imported
+const LARGEST_FILE = 16 * 2 ** 20; // bytes, that is imported
 
 let current = conversations.get(location.hash.slice(1)) ?? newConversation(byTime()[0]?.settings);
 let model = null; // {id, context_length}, when the server has said it
@@ -36,8 +36,8 @@ function showHints() {
 
 function showList() {
   const rows = byTime().map((conversation) => {
-    const row = fromTemplate("row"),
-      [name, rename, remove] = row.children;
+    const row = fromTemplate("row");
+    const [name, rename, remove] = row.children;
     row.dataset.id = conversation.id;
     name.textContent = conversation.title;
     if (conversation === current) name.setAttribute("aria-current", "true");
@@ -98,11 +98,8 @@ function save(conversation) {
 /** Show another conversation. */
 function open(conversation) {
   current = conversation;
-  history.replaceState(
-    null,
-    "",
-    conversations.has(conversation.id) ? `#${conversation.id}` : location.pathname,
-  );
+  const hash = conversations.has(conversation.id) ? `#${conversation.id}` : location.pathname;
+  history.replaceState(null, "", hash);
   show();
   toEnd();
   closeDrawer();
@@ -131,15 +128,17 @@ function start() {
     openSettings(problem.name);
     return;
   }
+  for (const button of find("log").querySelectorAll(".editor .cancel")) button.click();
   if (current.messages.at(-1)?.role === "assistant") current.messages.pop();
+  if (!model) meet(); // the server did not answer before
   answer(current, model?.id, { changed, grew, save });
   toEnd();
   toText();
 }
 
-/** Put the cursor into the message box, but for screens of which a keyboard would take half. */
+/** Put the cursor into the message box, unless a keyboard would then cover half the screen. */
 function toText() {
-  if (matchMedia("(hover: hover)").matches) find("text").focus();
+  if (hasKeyboard()) find("text").focus();
 }
 
 const titleOf = (text) => {
@@ -188,18 +187,13 @@ find("log").addEventListener("click", ({ target }) => {
 });
 
 find("list").addEventListener("click", async ({ target }) => {
-  const button = target.closest("button"),
-    conversation = conversations.get(target.closest("li")?.dataset.id);
+  const button = target.closest("button");
+  const conversation = conversations.get(target.closest("li")?.dataset.id);
   if (!button || !conversation) return;
   if (button.matches(".name")) open(conversation);
   else if (button.matches(".rename")) {
-    const title = await ask({
-      title: "Rename",
-      text: "",
-      label: "Title",
-      value: conversation.title,
-      confirm: "Rename",
-    });
+    const field = { label: "Title", value: conversation.title };
+    const title = await ask({ title: "Rename", text: "", confirm: "Rename", ...field });
     if (!title) return;
     conversation.title = title.slice(0, 200);
     save(conversation);
@@ -236,7 +230,7 @@ find("import-file").addEventListener("change", async ({ target }) => {
   target.value = "";
   if (!file) return;
   try {
-    if (file.size > FULL) throw new Refusal("This file is larger than 16 MB.");
+    if (file.size > LARGEST_FILE) throw new Refusal("This file is larger than 16 MB.");
     const all = imported(await file.text());
     for (const one of all) {
       if (conversations.has(one.id)) one.id = newConversation().id; // it may be an older state
@@ -255,8 +249,8 @@ find("import-file").addEventListener("change", async ({ target }) => {
 
 addEventListener("storage", ({ key }) => {
   if (!key?.startsWith(ITEM)) return;
-  const id = key.slice(ITEM.length),
-    other = stored(id);
+  const id = key.slice(ITEM.length);
+  const other = stored(id);
   if (running.has(id)) return;
   if (other) conversations.set(id, other);
   else conversations.delete(id);

@@ -1,5 +1,5 @@
-// The server's API: requests, streamed answers, and errors in plain words. Addresses are relative, so that the page
-// works below a path of a proxy, too.
+// The server's API: requests, streamed answers, and errors in plain words. Addresses are relative, so that
+// the page works below a path of a proxy, too.
 
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed"];
 const KEY = "bonsai-jax/key"; // in sessionStorage: forgotten when the tab is closed
@@ -11,6 +11,8 @@ class Failure extends Error {
     Object.assign(this, { retry, field });
   }
 }
+
+const SHORTEN = "Shorten it by editing an earlier message, or begin a new one.";
 
 let apiKey = sessionKey();
 let asking = null; // the question for a key that is on the screen
@@ -83,7 +85,7 @@ function wordsOf(status, { message = "", code = "", param = null }, later) {
   if (status === 429) return [`The server has too many requests just now: ${later}.`];
   if (code === "context_length_exceeded")
     return [
-      `This conversation has become longer than the model can read.${reason} Shorten it by editing an earlier message, or begin a new one.`,
+      `This conversation has become longer than the model can read.${reason} ${SHORTEN}`,
       { retry: false },
     ];
   if (status === 413)

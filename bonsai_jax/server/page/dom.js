@@ -12,24 +12,30 @@ function element(name, ...children) {
 /** The element in a <template>, new. */
 const fromTemplate = (id) => find(id).content.firstElementChild.cloneNode(true);
 
+/** Whether there is likely a keyboard that takes no room of the screen. */
+const hasKeyboard = () => matchMedia("(hover: hover)").matches;
+
 /** Say something that is shown elsewhere to a screen reader, when it has a moment. */
 function announce(text) {
-  find("status").textContent = text;
+  find("status").textContent = ""; // so that the same text is said again
+  setTimeout(() => (find("status").textContent = text), 50);
 }
 
 let questions = Promise.resolve(); // one after another
 
-/** Ask in a dialog. Returns what was typed, or "" where there is no field (label); null: the user would rather not. */
+/** Ask in a dialog. Returns what was typed, or "" where there is no field (label); null: the user would
+ * rather not. */
 function ask(question) {
   questions = questions.then(() => asked(question));
   return questions;
 }
 
 function asked({ title, text, confirm, label = "", value = "", type = "text" }) {
-  const dialog = find("question"),
-    input = find("answer");
+  const dialog = find("question");
+  const input = find("answer");
   find("question-title").textContent = title;
   find("question-text").textContent = text;
+  find("question-text").hidden = !text;
   find("question-label").hidden = !label;
   find("question-label").firstElementChild.textContent = label;
   find("confirm").textContent = confirm;

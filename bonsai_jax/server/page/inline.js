@@ -12,18 +12,19 @@ function inline(text) {
   return inlineSlice({ text, ...hideCode(text) }, 0, text.length, 0, true);
 }
 
-/** Code spans: where each ends, by where it begins. `masked` is the text without their characters, and without escaped
- * ones, so that no mark is looked for in them. */
+/** Code spans, by where they begin, and the text with HIDDEN in place of their characters and of escaped
+ * ones, in which no mark is looked for. */
 function hideCode(text) {
-  const codes = new Map(),
-    runs = new Map(),
-    masked = text.split("");
+  const codes = new Map();
+  const runs = new Map(); // where runs of as many backticks begin
+  const masked = text.split("");
   for (const run of text.matchAll(/`+/g)) {
     if (!runs.has(run[0].length)) runs.set(run[0].length, []);
     runs.get(run[0].length).push(run.index);
   }
   for (const starts of runs.values()) starts.reverse(); // the next is the last
   for (let at = 0; at < text.length; at++) {
+    // A backslash before a mark takes its meaning.
     if (text[at] === "\\" && ESCAPED.has(text[at + 1])) masked[++at] = HIDDEN;
     else if (text[at] === "`") {
       let size = 1;
@@ -88,8 +89,8 @@ function emphasisAt(masked, at, end, open) {
   if (mark[0] === "_" && isWord(masked[at - 1])) return null;
   const next = (from) => masked.indexOf(mark, from);
   for (let to = next(at + mark.length + 1); to >= 0 && to + mark.length <= end; to = next(to + 1)) {
-    const before = masked[to - 1],
-      after = to + mark.length < end ? masked[to + mark.length] : undefined;
+    const before = masked[to - 1];
+    const after = to + mark.length < end ? masked[to + mark.length] : undefined;
     if (isSpace(before) || after === mark[0] || (mark.length === 1 && before === mark)) continue;
     if (mark[0] === "_" && isWord(after)) continue;
     return { mark, to };
@@ -127,8 +128,8 @@ function labelledAt(text, masked, at, end) {
   const label = LABEL.exec(masked);
   if (!label) return null;
   const from = at + label[0].length;
-  let to = from,
-    open = 1;
+  let to = from;
+  let open = 1; // parentheses
   for (; to < Math.min(end, from + LONGEST_ADDRESS); to++) {
     if (masked[to] === "(") open++;
     else if (masked[to] === ")" && --open === 0) break;
@@ -139,7 +140,8 @@ function labelledAt(text, masked, at, end) {
   return linked({ address, label: label[1] ? [start, from - 2] : null, end: to + 1 });
 }
 
-/** A link whose address is one that may be followed, in full; null for another, which is shown as it is written. */
+/** A link whose address is one that may be followed, in full; null for another, which is shown as it is
+ * written. */
 function linked(found) {
   if (!URL.canParse(found.address)) return null;
   const { href, protocol } = new URL(found.address);

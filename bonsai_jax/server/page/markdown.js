@@ -1,9 +1,10 @@
-// A model's markdown as DOM nodes. No text of the model is ever parsed as HTML: every piece of it becomes a text
-// node, and the only attributes that it sets are a link's address (http, https, mailto) and a list's first number.
-// Images are links, so that no answer makes the browser ask another server. Nesting is bounded, and no search goes
-// over the same text twice, so that a hostile answer cannot hold up the page.
+// A model's markdown as DOM nodes. No text of the model is ever parsed as HTML: every piece of it becomes a
+// text node, and the only attributes that it sets are a link's address (http, https, mailto) and a list's
+// first number. Images are links, so that no answer makes the browser ask another server. Nesting is bounded,
+// and no search goes over the same text twice, so that a hostile answer cannot hold up the page.
 
 const MOST_DEPTH = 8;
+const MOST_BLANK = 8; // lines within an item of a list
 const MARKER = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const FENCE = /^( {0,3})(`{3,}|~{3,})(.*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?: +(.*))?$/;
@@ -12,8 +13,8 @@ const QUOTE = /^ {0,3}> ?/;
 
 const shownBlocks = new WeakMap();
 
-/** Show a text in a container. Blocks that were there before stay as they are, so that a selection, a scrolled code
- * block and a reader's place survive while an answer grows. */
+/** Show a text in a container. Blocks that were there before stay as they are, so that a selection, a
+ * scrolled code block and a reader's place survive while an answer grows. */
 function showMarkdown(container, text) {
   const blocks = blocksOf(text.replaceAll("\r\n", "\n").replaceAll("\t", "    ").split("\n"), 0);
   const before = shownBlocks.get(container) ?? [];
@@ -65,19 +66,8 @@ function blockAt(lines, at, depth) {
   if (depth < MOST_DEPTH && MARKER.test(line)) return listAt(lines, at, depth);
   if (isTable(lines, at)) return tableAt(lines, at);
   const end = endOf(lines, at + 1, (next, i) => next.trim() && !interrupts(next) && !isTable(lines, i));
-  return [
-    end,
-    () =>
-      element(
-        "p",
-        inline(
-          lines
-            .slice(at, end)
-            .map((one) => one.trim())
-            .join("\n"),
-        ),
-      ),
-  ];
+  const text = lines.slice(at, end).map((one) => one.trim());
+  return [end, () => element("p", inline(text.join("\n")))];
 }
 
 const nodes = (lines, depth) => blocksOf(lines, depth).map((block) => block.node());
@@ -116,10 +106,8 @@ function fencedAt(lines, at, [, indent, mark, info]) {
   };
   const end = endOf(lines, at + 1, (line) => !closes(line));
   const code = lines.slice(at + 1, end).map((line) => unindented(line, indent.length));
-  return [
-    Math.min(lines.length, end + 1),
-    () => codeBlock(code.join("\n"), info.trim().split(/[\s{]/, 1)[0]),
-  ];
+  const language = info.trim().split(/[\s{]/, 1)[0];
+  return [Math.min(lines.length, end + 1), () => codeBlock(code.join("\n"), language)];
 }
 
 /** A code block with a button that copies it. */
@@ -140,9 +128,9 @@ const unindented = (line, spaces) => line.slice(Math.min(spaces, indentOf(line))
 
 function listAt(lines, at, depth) {
   const first = MARKER.exec(lines[at]);
-  const base = first[1].length,
-    ordered = first[2].length > 1,
-    items = [];
+  const base = first[1].length;
+  const ordered = first[2].length > 1;
+  const items = [];
   const isItem = (line) => {
     const marker = MARKER.exec(line);
     if (!marker || marker[1].length >= base + 2) return null;
@@ -172,8 +160,8 @@ function listAt(lines, at, depth) {
  * another item, follows. */
 function continues(line, lines, at, base) {
   if (!line.trim()) {
-    const next = lines[at + 1];
-    return Boolean(next?.trim()) && (indentOf(next) >= base + 2 || MARKER.test(next));
+    const next = lines.slice(at + 1, at + MOST_BLANK).find((one) => one.trim());
+    return next !== undefined && (indentOf(next) >= base + 2 || MARKER.test(next));
   }
   if (indentOf(line) >= base + 2) return true;
   return lines[at - 1].trim() && !MARKER.test(line) && !interrupts(line);

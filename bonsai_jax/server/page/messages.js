@@ -8,8 +8,8 @@ const NUMBER = new Intl.NumberFormat("en");
 
 /** Show a conversation's messages. Nodes of messages that were there stay in their place. */
 function showMessages(conversation, streaming) {
-  const log = find("log"),
-    { messages } = conversation;
+  const log = find("log");
+  const { messages } = conversation;
   messages.forEach((message, i) => {
     const node = nodeOf(message);
     const last = i === messages.length - 1;
@@ -42,8 +42,8 @@ function nodeOf(message) {
 /** Show what a message has by now. */
 function showMessage(message, streaming) {
   const node = nodeOf(message);
-  const content = node.querySelector(".content"),
-    note = node.querySelector(".note");
+  const content = node.querySelector(".content");
+  const note = node.querySelector(".note");
   if (message.role === "user") {
     if (content.textContent !== message.content) content.textContent = message.content;
     return;
@@ -66,12 +66,8 @@ function showMessage(message, streaming) {
 function showThought(thought, { reasoning, content, seconds }, streaming) {
   thought.hidden = !reasoning;
   if (!reasoning) return;
-  const over = content || !streaming;
-  thought.querySelector("summary").textContent = !over
-    ? "Thinking…"
-    : seconds
-      ? `Thought for ${rounded(seconds)} s`
-      : "Thoughts";
+  const took = seconds < 0.1 ? "Thoughts" : `Thought for ${rounded(seconds)} s`;
+  thought.querySelector("summary").textContent = streaming && !content ? "Thinking…" : took;
   showMarkdown(thought.querySelector("div"), reasoning);
 }
 
@@ -120,9 +116,9 @@ const fieldOf = (name) => ({ response_format: "schema" })[name] ?? name;
 
 /** Turn a user's message into a form. send: called with the new text. */
 function editMessage(message, after, send) {
-  const node = nodeOf(message),
-    form = fromTemplate("editor"),
-    area = form.querySelector("textarea");
+  const node = nodeOf(message);
+  const form = fromTemplate("editor");
+  const area = form.querySelector("textarea");
   const close = () => {
     form.remove();
     node.classList.remove("editing");
@@ -153,8 +149,9 @@ function editMessage(message, after, send) {
   area.focus();
 }
 
-/** Whether a key sends what is typed: Enter, but for one that ends a word of an input method. */
-const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing;
+/** Whether a key sends what is typed: Enter, but for one that ends a word of an input method. On a screen's
+ * keyboard, which has no Shift+Enter, it begins a line. */
+const isSend = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && hasKeyboard();
 
 /** Make a text area as high as its text. */
 function fit(area) {

@@ -1,4 +1,5 @@
-// Settings of the current conversation, the colors, the drawer of a narrow window, and what the server says of itself.
+// Settings of the current conversation, the colors, the drawer of a narrow window, and what the server says
+// of itself.
 
 const form = find("settings").querySelector("form");
 
@@ -31,8 +32,8 @@ function wordsFor(name, value) {
   if (name === "schema") return schemaWords(value);
   const input = form.elements[name];
   if (input.type !== "number") return "";
-  const number = Number(value),
-    { min, max, step } = input;
+  const number = Number(value);
+  const { min, max, step } = input;
   if (!Number.isFinite(number)) return "it is not a number.";
   if (step === "1" && !Number.isSafeInteger(number)) return "it is not a whole number.";
   if (min && number < Number(min)) return `it is less than ${min}.`;
@@ -60,8 +61,8 @@ function openSettings(field = "system") {
 
 /** Show what is wrong with a field below it. Returns whether there is something. */
 function showProblem(name) {
-  const input = form.elements[name],
-    value = input.value.trim();
+  const input = form.elements[name];
+  const value = input.value.trim();
   const words = input.validity.badInput ? "it is not a number." : value && wordsFor(name, value);
   const id = `problem-${name}`;
   find(id)?.remove();

@@ -1,4 +1,5 @@
-// Conversations, in this browser's localStorage: an item each, so that two tabs do not overwrite each other's.
+// Conversations, in this browser's localStorage: an item each, so that two tabs do not overwrite each
+// other's.
 
 const ITEM = "bonsai-jax/conversation/";
 const MOST_CHARACTERS = 4_500_000; // of all items: browsers give a site about 5 million
@@ -19,8 +20,9 @@ const FIELDS = [
 /** Something that the user is told in these words. */
 class Refusal extends Error {}
 
-/** {id, title, updated, settings: {field: text}, messages: [message]}, a message being {role, content} and, of the
- * model, {reasoning, seconds: of thinking, json: whether a schema was kept to, note, stats: {name: number}}. */
+/** {id, title, updated, settings: {field: text}, messages: [message]}, a message being {role, content} and,
+ * of the model, {reasoning, seconds: of thinking, json: whether a schema was kept to, note, stats: {name:
+ * number}}. */
 function newConversation(settings = {}) {
   const id = Array.from(crypto.getRandomValues(new Uint8Array(12)), (byte) =>
     byte.toString(16).padStart(2, "0"),
@@ -100,8 +102,8 @@ function store(conversation) {
     throw new Refusal(
       "This browser keeps nothing for this page: conversations end with it, unless you export them.",
     );
-  const key = ITEM + conversation.id,
-    item = JSON.stringify(conversationFrom(conversation));
+  const key = ITEM + conversation.id;
+  const item = JSON.stringify(conversationFrom(conversation));
   const others = Object.keys(kept).filter((other) => other !== key);
   const taken = others.reduce((sum, other) => sum + other.length + kept.getItem(other).length, 0);
   const full =
