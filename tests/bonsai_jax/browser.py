@@ -11,9 +11,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync",
+    "--disable-component-update", "--disable-sync", "--renderer-process-limit=1",
 )  # fmt: skip
-PATIENCE_MS = 15_000  # after which a wait fails
+PATIENCE_MS = 30_000  # after which a wait fails
 
 # In place of the network of a page: requests for answers wait in `asked`, and a test writes the answer.
 SCRIPTED = """

@@ -225,7 +225,7 @@ def test_stop_frees_the_row(server, opened, monkeypatch):
     page.wait_for_function("() => document.querySelector('#log .assistant .content').textContent.length > 0")
     page.press("#text", "Escape")
     expect(last(page, ".note")).to_have_text("You stopped this answer.")
-    server.idle(5)
+    server.idle(10)
     assert page.evaluate("document.activeElement.id") == "text"
     expect(page.locator("#send")).to_be_visible()
 
@@ -362,12 +362,12 @@ def test_an_answer_goes_on_while_another_conversation_is_shown(opened):
 def test_markdown(opened):
     page = opened()
     upstream = Upstream(page)
-    for count, (text, html) in enumerate(MARKDOWN.items(), 1):
-        say(page, "Go on")
-        upstream.answer(count, text)
-        expect(last(page, ".stats")).not_to_be_empty()
-        shown = last(page).evaluate("node => node.innerHTML")
-        assert re.sub(r' (?!start)[a-z-]+="[^"]*"', "", shown) == html, text
+    say(page, "Go on")
+    upstream.answer(1, "\n\n###### =\n\n".join(MARKDOWN))
+    expect(last(page, ".stats")).not_to_be_empty()
+    html = re.sub(r' (?!start)[a-z-]+="[^"]*"', "", last(page).evaluate("node => node.innerHTML"))
+    for shown, (text, expected) in zip(html.split("<h6>=</h6>"), MARKDOWN.items(), strict=True):
+        assert shown == expected, text
 
 
 @browses
@@ -447,7 +447,7 @@ def test_hostile_answers_are_inert(opened):
 @browses
 @pytest.mark.parametrize(
     ("parts", "length", "seconds"),
-    [(INLINE, 40_000, 4), pytest.param((*INLINE, *BLOCKS), 200_000, 20, marks=pytest.mark.slow)],
+    [(INLINE, 40_000, 6), pytest.param((*INLINE, *BLOCKS), 200_000, 20, marks=pytest.mark.slow)],
     ids=["inline", "all"],
 )
 def test_no_answer_holds_the_page_up(opened, parts, length, seconds):
@@ -459,7 +459,7 @@ def test_no_answer_holds_the_page_up(opened, parts, length, seconds):
         say(page, "Go on")
         began = time.monotonic()
         upstream.answer(count, part * (length // len(part)))
-        expect(last(page, ".stats")).not_to_be_empty(timeout=30_000)
+        expect(last(page, ".stats")).not_to_be_empty()
         took[part] = time.monotonic() - began
         page.click("#new")
     assert max(took.values()) < seconds, took
