@@ -14,7 +14,8 @@ answering.py   Answering: a Request's answer, whole or as events
 responses.py   JSON, and streams of events that end when the client leaves
 metrics.py     what /metrics shows
 openapi.py     the description at /openapi.json
-routes_*.py    routes that are no protocol: models, tokens, embeddings, health
+routes_*.py    routes that are no protocol: models, tokens, embeddings, health, the page at /
+page/          the page's HTML, CSS and JavaScript
 
 What a body means, and what an answer looks like: bonsai_jax/protocols. An API is one file of it and one line
 in app.py.

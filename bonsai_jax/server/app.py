@@ -21,7 +21,14 @@ from bonsai_jax.protocols import (
     openai_responses,
 )
 from bonsai_jax.protocols.errors import RequestError
-from bonsai_jax.server import bodies, routes_anthropic, routes_embeddings, routes_models, routes_tokens
+from bonsai_jax.server import (
+    bodies,
+    routes_anthropic,
+    routes_embeddings,
+    routes_models,
+    routes_page,
+    routes_tokens,
+)
 from bonsai_jax.server.answering import Answering
 from bonsai_jax.server.door import Door
 from bonsai_jax.server.responses import EventStream, json_response, unless_left
@@ -35,6 +42,7 @@ PROTOCOLS = {
 }
 ERRORS = PROTOCOLS | {anthropic_messages.COUNT_PATH: anthropic_messages}  # who writes them; openai elsewhere
 GETS: dict[str, Endpoint] = {
+    "/": routes_page.page,
     "/v1/models": routes_models.models,
     "/v1/models/{name:path}": routes_models.model,
     "/health": routes_models.health,

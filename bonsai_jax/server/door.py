@@ -19,7 +19,7 @@ from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.server.responses import ClientLeft, error_response
 from bonsai_jax.server.service import Service
 
-OPEN = {"/health", "/ready"}  # without a key
+OPEN = {"/", "/health", "/ready"}  # without a key
 LEFT = 499  # in the log: the client did not wait for the answer
 
 log = logging.getLogger("bonsai_jax.server")

@@ -48,6 +48,11 @@ def url(own: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def page_url(own: socket.socket) -> str:
+    """What to open in a browser of this machine: 0.0.0.0 stands for all of its addresses, and is none."""
+    return url(own).replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+
 class Server(uvicorn.Server):
     """uvicorn, which SIGTERM and SIGINT end in good order: running requests are answered first. The second
     signal ends them too."""
@@ -108,7 +113,7 @@ def serve(
         service, place = Service(engine, settings), url(own)
         server = Server(service, grace_s)
         serving = await server.begun(own)
-        tell(f"serving {settings.name} at {place}")
+        tell(f"serving {settings.name} at {place} with a page to chat: {page_url(own)}")
         warming = asyncio.ensure_future(warm(service, compile, tell))
         try:
             await serving

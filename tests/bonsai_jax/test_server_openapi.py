@@ -57,5 +57,5 @@ def test_no_request_breaks_the_server_or_its_description(name, mode, server):
 
 
 def test_every_route_is_described():
-    own = {*openapi.GETS, *openapi.POSTS, "/metrics", "/openapi.json", "/v1/models/{name:path}"}
+    own = {*openapi.GETS, *openapi.POSTS, "/", "/metrics", "/openapi.json", "/v1/models/{name:path}"}
     assert own == {*GETS, *POSTS, *PROTOCOLS}
