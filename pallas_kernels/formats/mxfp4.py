@@ -38,8 +38,8 @@ def dequantize(block):
 
 
 def quantize(x):
-    """e is the power of two of max |x|, less 2; q the nearest of the 16 values (ggml's quantize_row_mxfp4_ref, to the
-    bit, but where a logarithm in float32 rounds up to the next power)."""
+    """e is the power of two of max |x|, less 2; q the nearest of the 16 values (ggml's
+    quantize_row_mxfp4_ref, to the bit, but where a logarithm in float32 rounds up to the next power)."""
     bits = jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1), jnp.uint32)
     power = (bits >> 23).astype(jnp.int32)  # of max |x|, plus 127
     e = jnp.where(power > 0, power - 2, 0)
@@ -48,8 +48,8 @@ def quantize(x):
 
 
 def nearest(x, unit):
-    """uint8 [..., n]: the codes whose values, times `unit`, come nearest to x; of two as near, the one with the smaller code
-    (shared with NVFP4)."""
+    """uint8 [..., n]: the codes whose values, times `unit`, come nearest to x; of two as near, the one with
+    the smaller code (shared with NVFP4)."""
     values = np.concatenate([VALUES, -VALUES.astype(np.int32)]).astype(np.float32)
     least, code = jnp.abs(x), jnp.zeros(x.shape, jnp.uint8)
     for q in range(1, 16):

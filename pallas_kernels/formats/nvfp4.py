@@ -36,11 +36,11 @@ def dequantize(block):
 
 
 def quantize(x):
-    """The scale of each 16 weights brings the number furthest from 0 to the greatest value; it is the nearest that there is
-    (ggml's quantize_row_nvfp4_ref)."""
+    """The scale of each 16 weights brings the number furthest from 0 to the greatest value; it is the nearest
+    that there is (ggml's quantize_row_nvfp4_ref)."""
     x = x.reshape(*x.shape[:-1], 4, 16)
-    wanted = divided(jnp.abs(x).max(axis=-1), 12)
-    d = jnp.abs(wanted[..., None] - jnp.asarray(SCALES[:127])).argmin(axis=-1).astype(jnp.uint8)
+    scale = divided(jnp.abs(x).max(axis=-1), 12)
+    d = jnp.abs(scale[..., None] - jnp.asarray(SCALES[:127])).argmin(axis=-1).astype(jnp.uint8)
     q = nearest(x, jnp.asarray(SCALES)[d][..., None])
     return {"d": d, "qs": packing.packed(q, 4).reshape(*d.shape[:-1], 32)}
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.encoding import inverse, rounded_away
+from pallas_kernels.encoding import inverse, round_half_away
 
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
@@ -36,10 +36,10 @@ def quantize(x):
 
 
 def ternary(x):
-    """d = max |x|, float16 [...], and q = x / d, rounded (halves away from 0), plus 1: uint8 [..., WEIGHTS]. Of weights that
-    are -d, 0 and d already, these very weights."""
+    """d = max |x|, float16 [...], and q = x / d, rounded (halves away from 0), plus 1: uint8 [..., WEIGHTS].
+    Of weights that are -d, 0 and d already, these very weights."""
     d = jnp.abs(x).max(axis=-1)
-    q = rounded_away(x * inverse(d)[..., None]) + 1
+    q = round_half_away(x * inverse(d)[..., None]) + 1
     return d.astype(jnp.float16), q.astype(jnp.uint8)
 
 

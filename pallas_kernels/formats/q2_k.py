@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.encoding import codes_of, of_the_greatest, scale_and_minimum
+from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -36,12 +36,12 @@ def _codes(block):
 
 
 def quantize(x):
-    """Of each 16 weights scale and minimum by ggml's search with absolute errors; these in 4 bits, of d and dmin; codes by what
-    was stored."""
+    """Of each 16 weights scale and minimum by ggml's search with absolute errors; these in 4 bits, of d and
+    dmin; codes by what was stored."""
     x = x.reshape(*x.shape[:-1], 16, 16)
     scale, minimum = scale_and_minimum(x, jnp.abs(x), 3, -0.5, 0.1, 15, absolute=True)
-    d, sc = of_the_greatest(scale, 15)
-    dmin, m = of_the_greatest(minimum, 15)
+    d, sc = quantized_scales(scale, 15)
+    dmin, m = quantized_scales(minimum, 15)
     q = codes_of(x, d, sc, dmin, m, 3).reshape(*d.shape, 2, 128)
     qs = packing.packed(q, 2).reshape(*d.shape, 64)
     return {"scales": sc | m << 4, "qs": qs, "d": d, "dmin": dmin}

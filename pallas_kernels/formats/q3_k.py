@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.encoding import of_the_furthest, refined_scale, signed_codes_of
+from pallas_kernels.encoding import quantized_signed_scales, refined_scale, signed_codes_of
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -42,10 +42,10 @@ def _scale_codes(block):
 
 
 def quantize(x):
-    """Of each 16 weights the scale by ggml's search, one code after the other; these in 6 bits, of d; codes by what was
-    stored."""
+    """Of each 16 weights the scale by ggml's search, one code after the other; these in 6 bits, of d; codes
+    by what was stored."""
     x = x.reshape(*x.shape[:-1], 16, 16)
-    d, sc = of_the_furthest(refined_scale(x, -4, 3), -32, 31)
+    d, sc = quantized_signed_scales(refined_scale(x, -4, 3), -32, 31)
     q = (signed_codes_of(x, d, sc, -4, 3) + 4).astype(jnp.uint8).reshape(*d.shape, 256)
     sc = (sc + 32).astype(jnp.uint8)
     return {

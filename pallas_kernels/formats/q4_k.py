@@ -21,7 +21,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.encoding import codes_of, of_the_greatest, scale_and_minimum
+from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
@@ -65,7 +65,8 @@ def packed_low(codes):
 
 
 def quantize(x):
-    """Of each 32 weights scale and minimum by ggml's search; these in 6 bits, of d and dmin; codes by what was stored."""
+    """Of each 32 weights scale and minimum by ggml's search; these in 6 bits, of d and dmin; codes by what
+    was stored."""
     q, scales = searched(x, 15, -1.0, 20)
     return scales | packed_low(q)
 
@@ -75,8 +76,8 @@ def searched(x, levels, first, tries):
     x = x.reshape(*x.shape[:-1], 8, 32)
     weights = jnp.sqrt((x * x).mean(axis=-1, keepdims=True)) + jnp.abs(x)
     scale, minimum = scale_and_minimum(x, weights, levels, first, 0.1, tries)
-    d, sc = of_the_greatest(scale, 63)
-    dmin, m = of_the_greatest(minimum, 63)
+    d, sc = quantized_scales(scale, 63)
+    dmin, m = quantized_scales(minimum, 63)
     q = codes_of(x, d, sc, dmin, m, levels).reshape(*d.shape, 256)
     return q, {"d": d, "dmin": dmin, "scales": _packed_six_bits(sc, m)}
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.encoding import divided, inverse, rounded_away
+from pallas_kernels.encoding import divided, inverse, round_half_away
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
@@ -26,7 +26,7 @@ def dequantize(block):
 def quantize(x):
     # As ggml does it: q from the float32 d, halves away from zero; only then is d rounded.
     d = divided(jnp.abs(x).max(axis=-1, keepdims=True), 127)
-    q = rounded_away(x * inverse(d))
+    q = round_half_away(x * inverse(d))
     return {"d": d[..., 0].astype(jnp.float16), "qs": q.astype(jnp.int8)}
 
 
