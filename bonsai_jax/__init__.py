@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from bonsai_jax.engine import Engine, Handle
     from bonsai_jax.engine.answers import Output, Piece
+    from bonsai_jax.making import quantize_file
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
     from bonsai_jax.network.decoder import embed, unembed
@@ -72,6 +73,7 @@ _HOMES = {
         *("decode", "extend", "forward", "generate_tokens", "hidden_states", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
+    "bonsai_jax.making": ("quantize_file",),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.network.parallel": ("over_mesh",),
     "bonsai_jax.weights.placement": ("make_mesh",),
@@ -152,6 +154,7 @@ __all__ = [
     "new_state",
     "over_mesh",
     "prefill",
+    "quantize_file",
     "regex",
     "save_state",
     "score",

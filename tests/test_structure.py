@@ -42,7 +42,7 @@ ROOMS = (
     ("decoding",),
     ("card",),
     ("model",),
-    ("engine", "nnx", "save"),
+    ("engine", "making", "nnx", "save"),
     ("research",),
     ("protocols", "text"),
     ("__init__",),

@@ -22,6 +22,7 @@ from bonsai_jax.cli import (
     inspect,
     perplexity,
     pull,
+    quantize,
     rm,
     serve,
 )
@@ -89,6 +90,7 @@ COMMANDS = {
     "perplexity": (perplexity, "Measure how well a model predicts a text."),
     "pull": (pull, "Fetch a model from the Hugging Face Hub."),
     "list": (list_models, "List the models from the Hub that are in the cache."),
+    "quantize": (quantize, "Write a model's weights in another format."),
     "rm": (rm, "Delete models from the cache."),
     "env": (env, "Print versions, devices, memory and folders."),
 }

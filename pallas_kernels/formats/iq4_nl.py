@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.encoding import inverse, signed_scale
 from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
@@ -23,6 +24,26 @@ def dequantize(block):
     q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     return d * jnp.asarray(VALUES, jnp.float32)[q]
+
+
+def quantize(x):
+    """d by ggml's search; codes of the nearest values."""
+    d = signed_scale(x, near, TRIED)
+    return {"d": d.astype(jnp.float16), "qs": packing.packed(nearest(x * inverse(d)[..., None]), 4)}
+
+
+# Inverse scales to try, times the number furthest from 0 (shared with IQ4_XS).
+TRIED = [127, *range(-134, -119)]
+
+
+def nearest(x):
+    """uint8 [..., n]: codes of the nearest values, of two as near the greater one (shared with IQ4_XS)."""
+    between = (VALUES[:-1].astype(np.float32) + VALUES[1:]) / 2
+    return (x[..., None] >= between).sum(axis=-1, dtype=jnp.uint8)
+
+
+def near(x):
+    return jnp.asarray(VALUES, jnp.float32)[nearest(x)]
 
 
 @dataclasses.dataclass(frozen=True)

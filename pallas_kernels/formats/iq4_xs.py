@@ -14,7 +14,8 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.iq4_nl import VALUES, WORDS, vector_codes
+from pallas_kernels.encoding import inverse, quantized_signed_scales, signed_scale
+from pallas_kernels.formats.iq4_nl import TRIED, VALUES, WORDS, near, nearest, vector_codes
 from pallas_kernels.formats.q4_k import from_six_bit_words, six_bit_words
 
 WEIGHTS = 256
@@ -40,6 +41,24 @@ def _codes(block):
     return packing.codes(block["qs"].reshape(*block["d"].shape, 8, 16), 4)
 
 
+def quantize(x):
+    """Of each 32 weights d by IQ4_NL's search; these in 6 bits, of the block's d; codes of the nearest
+    values, by the d that is stored. (ggml takes the d before it is rounded.)"""
+    x = x.reshape(*x.shape[:-1], 8, 32)
+    d, sc = quantized_signed_scales(signed_scale(x, near, TRIED), -32, 31)
+    scale = d.astype(jnp.float32)[..., None] * sc
+    qs = packing.packed(nearest(x * inverse(scale)[..., None]), 4)
+    low, high = _packed_scales((sc + 32).astype(jnp.uint8))
+    return {"d": d, "scales_h": high, "scales_l": low, "qs": qs.reshape(*d.shape, 128)}
+
+
+def _packed_scales(sc):
+    """The inverse of `_scale_codes`: scales_l and scales_h."""
+    low = (sc & 15).reshape(*sc.shape[:-1], 4, 2)
+    high = (sc >> 4).astype(jnp.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
+    return low[..., 0] | low[..., 1] << 4, high.sum(axis=-1, dtype=jnp.uint16)
+
+
 def tile(block):
     """Blocks -> {"words": IQ4_NL's, "scales": uint32 [*lead, N / 16, K / 256, 32]}, 4.25 bits a weight as in
     the file: `six_bit_words` of sc, lane 4 g + t with byte t of d of rows g, g + 8."""
@@ -53,13 +72,12 @@ def untile(tiled, shape):
     codes = WORDS.untiled(tiled["words"], shape, 256)
     qs = packing.packed(codes.reshape(*codes.shape[:-1], 8, 32), 4)
     sc, d = from_six_bit_words(tiled["scales"], shape)
-    low = (sc & 15).reshape(*sc.shape[:-1], 4, 2)
-    high = (sc >> 4).astype(jnp.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
+    low, high = _packed_scales(sc)
     d = jax.lax.bitcast_convert_type(d.reshape(*d.shape[:-1], 8, 2, 2), jnp.float16)
     return {
         "d": tiles.from_lane_rows(d, shape),
-        "scales_h": high.sum(axis=-1, dtype=jnp.uint16),
-        "scales_l": low[..., 0] | low[..., 1] << 4,
+        "scales_h": high,
+        "scales_l": low,
         "qs": qs.reshape(*qs.shape[:-2], 128),
     }
 

@@ -37,6 +37,27 @@ def dequantize(block):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
+def quantize(x):
+    """e is the power of two of max |x|, less 2; q the nearest of the 16 values (ggml's
+    quantize_row_mxfp4_ref, to the bit, but where a logarithm in float32 rounds up to the next power)."""
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x).max(axis=-1), jnp.uint32)
+    power = (bits >> 23).astype(jnp.int32)  # of max |x|, plus 127
+    e = jnp.where(power > 0, power - 2, 0)
+    unit = jax.lax.bitcast_convert_type(jnp.maximum(e - 1, 1) << 23, jnp.float32)
+    return {"e": e.astype(jnp.uint8), "qs": packing.packed(nearest(x, unit[..., None]), 4)}
+
+
+def nearest(x, unit):
+    """uint8 [..., n]: the codes whose values, times `unit`, come nearest to x; of two as near, the one with
+    the smaller code (shared with NVFP4)."""
+    values = np.concatenate([VALUES, -VALUES.astype(np.int32)]).astype(np.float32)
+    least, code = jnp.abs(x), jnp.zeros(x.shape, jnp.uint8)
+    for q in range(1, 16):
+        away = jnp.abs(values[q] * unit - x)
+        least, code = jnp.minimum(least, away), jnp.where(away < least, jnp.uint8(q), code)
+    return code
+
+
 def _random_e(key, shape, scale):
     """One of the two powers of two around scale / 5.852, drawn so that the weights have the right mean square
     (v has root mean square 5.852)."""

@@ -15,7 +15,8 @@ import numpy as np
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.values import F16
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.formats.mxfp4 import VALUES, Signs, vector_codes
+from pallas_kernels.encoding import divided
+from pallas_kernels.formats.mxfp4 import VALUES, Signs, nearest, vector_codes
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "u1", 4), ("qs", "u1", 32)])
@@ -32,6 +33,16 @@ def dequantize(block):
     d = jnp.asarray(SCALES)[block["d"]]
     v = jnp.asarray(np.concatenate([VALUES, -VALUES.astype(int)]), jnp.float32)
     return (d[..., None] * v[_codes(block)]).reshape(*lead, 64)
+
+
+def quantize(x):
+    """The scale of each 16 weights brings the number furthest from 0 to the greatest value; it is the nearest
+    that there is (ggml's quantize_row_nvfp4_ref)."""
+    x = x.reshape(*x.shape[:-1], 4, 16)
+    scale = divided(jnp.abs(x).max(axis=-1), 12)
+    d = jnp.abs(scale[..., None] - jnp.asarray(SCALES[:127])).argmin(axis=-1).astype(jnp.uint8)
+    q = nearest(x, jnp.asarray(SCALES)[d][..., None])
+    return {"d": d, "qs": packing.packed(q, 4).reshape(*d.shape[:-1], 32)}
 
 
 def _codes(block):

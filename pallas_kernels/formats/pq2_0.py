@@ -5,4 +5,14 @@
 Q2_0 with groups of 128, under an id of its own.
 """
 
-from pallas_kernels.formats.q2_0_g128 import BLOCK, CPU, LANES, RANDOM, WEIGHTS, dequantize, tile, untile
+from pallas_kernels.formats.q2_0_g128 import (
+    BLOCK,
+    CPU,
+    LANES,
+    RANDOM,
+    WEIGHTS,
+    dequantize,
+    quantize,
+    tile,
+    untile,
+)

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import Vectors
+from pallas_kernels.encoding import inverse, round_half_away
 
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
@@ -27,6 +28,25 @@ def _codes(block):
     """uint8 [..., WEIGHTS]."""
     q = (block["qs"][..., None] >> SHIFTS) & 3  # [..., bytes, 4]
     return q.reshape(*block["d"].shape, -1)
+
+
+def quantize(x):
+    d, q = ternary(x)
+    return {"d": d, "qs": _bytes(q)}
+
+
+def ternary(x):
+    """d = max |x|, float16 [...], and q = x / d, rounded (halves away from 0), plus 1: uint8 [..., WEIGHTS].
+    Of weights that are -d, 0 and d already, these very weights."""
+    d = jnp.abs(x).max(axis=-1)
+    q = round_half_away(x * inverse(d)[..., None]) + 1
+    return d.astype(jnp.float16), q.astype(jnp.uint8)
+
+
+def _bytes(q):
+    """The inverse of `_codes`."""
+    q = q.reshape(*q.shape[:-1], -1, 4) << SHIFTS
+    return q.sum(axis=-1, dtype=jnp.uint8)
 
 
 def _random_qs(key, shape, _):
@@ -68,8 +88,7 @@ def tile(block):
 
 def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
-    q = q.reshape(*d.shape, -1, 4) << SHIFTS
-    return {"d": d, "qs": q.sum(axis=-1, dtype=jnp.uint8)}
+    return {"d": d, "qs": _bytes(q)}
 
 
 def _scales(fields, lane):

@@ -6,7 +6,16 @@ d f16 | qs 16 bytes: bits 2(j % 4) of byte j / 4 are weight j
 import numpy as np
 
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.formats.q2_0_g128 import CPU_COLUMNS, LANES, RANDOM, dequantize, tile, two_bits, untile
+from pallas_kernels.formats.q2_0_g128 import (
+    CPU_COLUMNS,
+    LANES,
+    RANDOM,
+    dequantize,
+    quantize,
+    tile,
+    two_bits,
+    untile,
+)
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])

@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
+from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -32,6 +33,18 @@ def _codes(block):
     """uint8 [..., 16, 16]."""
     lead = block["d"].shape
     return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 16, 16)
+
+
+def quantize(x):
+    """Of each 16 weights scale and minimum by ggml's search with absolute errors; these in 4 bits, of d and
+    dmin; codes by what was stored."""
+    x = x.reshape(*x.shape[:-1], 16, 16)
+    scale, minimum = scale_and_minimum(x, jnp.abs(x), 3, -0.5, 0.1, 15, absolute=True)
+    d, sc = quantized_scales(scale, 15)
+    dmin, m = quantized_scales(minimum, 15)
+    q = codes_of(x, d, sc, dmin, m, 3).reshape(*d.shape, 2, 128)
+    qs = packing.packed(q, 2).reshape(*d.shape, 64)
+    return {"scales": sc | m << 4, "qs": qs, "d": d, "dmin": dmin}
 
 
 WORDS = tiles.Words(16, "33221100 77665544", units=(1, 4))

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
+from pallas_kernels.encoding import quantized_signed_scales, refined_scale, signed_codes_of
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -38,6 +39,26 @@ def _scale_codes(block):
     """sc, uint8 [..., 16]."""
     nibbles, pairs = block["scales"][..., :8], block["scales"][..., 8:]
     return packing.codes(nibbles, 4) | packing.codes(pairs, 2) << 4
+
+
+def quantize(x):
+    """Of each 16 weights the scale by ggml's search, one code after the other; these in 6 bits, of d; codes
+    by what was stored."""
+    x = x.reshape(*x.shape[:-1], 16, 16)
+    d, sc = quantized_signed_scales(refined_scale(x, -4, 3), -32, 31)
+    q = (signed_codes_of(x, d, sc, -4, 3) + 4).astype(jnp.uint8).reshape(*d.shape, 256)
+    sc = (sc + 32).astype(jnp.uint8)
+    return {
+        "hmask": packing.packed(q >> 2, 1),
+        "qs": packing.packed((q & 3).reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64),
+        "scales": _packed_scales(sc),
+        "d": d,
+    }
+
+
+def _packed_scales(sc):
+    """The inverse of `_scale_codes`."""
+    return jnp.concatenate([packing.packed(sc & 15, 4), packing.packed(sc >> 4, 2)], axis=-1)
 
 
 # 32 (q - 4) is a signed byte whose five low bits are free: three have eight groups.
@@ -78,7 +99,7 @@ def untile(tiled, shape):
     return {
         "hmask": packing.packed(q >> 2, 1),
         "qs": qs.reshape(*qs.shape[:-2], 64),
-        "scales": jnp.concatenate([packing.packed(sc & 15, 4), packing.packed(sc >> 4, 2)], axis=-1),
+        "scales": _packed_scales(sc),
         "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 

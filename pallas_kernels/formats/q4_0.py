@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.encoding import inverse, signed_absmax
 from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
@@ -25,6 +26,14 @@ def codes(block):
 
 def dequantize(block):
     return block["d"].astype(jnp.float32)[..., None] * (codes(block).astype(jnp.float32) - 8)
+
+
+def quantize(x):
+    """d is the number furthest from 0 over -8, so that this number has a code of its own; q is x / d + 8.5
+    without its fraction (ggml's quantize_row_q4_0_ref, to the bit)."""
+    d = signed_absmax(x) / -8
+    q = jnp.minimum(jnp.trunc(x * inverse(d)[..., None] + 8.5), 15).astype(jnp.uint8)
+    return {"d": d.astype(jnp.float16), "qs": packing.packed(q, 4)}
 
 
 def tile(block):

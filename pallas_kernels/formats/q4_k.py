@@ -21,6 +21,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
+from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
@@ -63,6 +64,30 @@ def packed_low(codes):
     return {"qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
+def quantize(x):
+    """Of each 32 weights scale and minimum by ggml's search; these in 6 bits, of d and dmin; codes by what
+    was stored."""
+    q, scales = searched(x, 15, -1.0, 20)
+    return scales | packed_low(q)
+
+
+def searched(x, levels, first, tries):
+    """Codes, uint8 [..., 256], and {"d", "dmin", "scales"} (shared with Q5_K)."""
+    x = x.reshape(*x.shape[:-1], 8, 32)
+    weights = jnp.sqrt((x * x).mean(axis=-1, keepdims=True)) + jnp.abs(x)
+    scale, minimum = scale_and_minimum(x, weights, levels, first, 0.1, tries)
+    d, sc = quantized_scales(scale, 63)
+    dmin, m = quantized_scales(minimum, 63)
+    q = codes_of(x, d, sc, dmin, m, levels).reshape(*d.shape, 256)
+    return q, {"d": d, "dmin": dmin, "scales": _packed_six_bits(sc, m)}
+
+
+def _packed_six_bits(sc, m):
+    """The inverse of `_six_bits`."""
+    codes = jnp.concatenate([sc, m], axis=-1).reshape(*sc.shape[:-1], 4, 4)
+    return packing.pack(codes, SIX_BITS).reshape(*sc.shape[:-1], 12)
+
+
 def tile(block):
     """Blocks -> {"words": vectors of two groups, "scales": `tile_scales_mins`}, 4.5 bits a weight as in the
     file (pallas_kernels/tiles.py)."""
@@ -91,8 +116,7 @@ def untile_scales_mins(tiled, shape):
     (sc, low), (m, high) = (from_six_bit_words(tiled[..., i], shape) for i in (0, 1))
     d = jax.lax.bitcast_convert_type(jnp.stack([low, high], axis=-1), jnp.float16)
     d, dmin = (tiles.from_lane_rows(d.reshape(*d.shape[:-1], 8, 2, 2)[..., i], shape) for i in (0, 1))
-    codes = jnp.concatenate([sc, m], axis=-1).reshape(*sc.shape[:-1], 4, 4)
-    return {"d": d, "dmin": dmin, "scales": packing.pack(codes, SIX_BITS).reshape(*sc.shape[:-1], 12)}
+    return {"d": d, "dmin": dmin, "scales": _packed_six_bits(sc, m)}
 
 
 def six_bit_words(codes, byte):

@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
+from pallas_kernels.encoding import quantized_signed_scales, rounded_between, signed_codes_of, signed_scale
 
 WEIGHTS = 256
 BLOCK = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
@@ -32,6 +33,21 @@ def _codes(block):
     low = packing.codes(block["ql"].reshape(*lead, 2, 64), 4)  # [..., 2, 128]
     high = packing.codes(block["qh"].reshape(*lead, 2, 32), 2)
     return (low | high << 4).reshape(*lead, 256)
+
+
+def quantize(x):
+    """Of each 16 weights the scale by ggml's search; these in 8 bits, of d; codes by what was stored."""
+    x = x.reshape(*x.shape[:-1], 16, 16)
+    scale = signed_scale(x, rounded_between(-32, 31), [-32, *(-32 - 0.1 * i for i in range(-9, 10) if i)])
+    d, sc = quantized_signed_scales(scale, -128, 127)
+    q = signed_codes_of(x, d, sc, -32, 31).reshape(*d.shape, 2, 128) + 32
+    q = q.astype(jnp.uint8)
+    return {
+        "ql": packing.packed(q & 15, 4).reshape(*d.shape, 128),
+        "qh": packing.packed(q >> 4, 2).reshape(*d.shape, 64),
+        "scales": sc.astype(jnp.int8),
+        "d": d,
+    }
 
 
 # 4 (q - 32) is a signed byte whose two low bits are free: in three of these they have the fourth group.

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
+from pallas_kernels.encoding import divided, inverse, round_half_away
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
@@ -24,9 +25,8 @@ def dequantize(block):
 
 def quantize(x):
     # As ggml does it: q from the float32 d, halves away from zero; only then is d rounded.
-    d = jnp.abs(x).max(axis=-1, keepdims=True) / 127
-    inverse = jnp.where(d == 0, 0, 1 / d)
-    q = jax.lax.round(x * inverse, jax.lax.RoundingMethod.AWAY_FROM_ZERO)
+    d = divided(jnp.abs(x).max(axis=-1, keepdims=True), 127)
+    q = round_half_away(x * inverse(d))
     return {"d": d[..., 0].astype(jnp.float16), "qs": q.astype(jnp.int8)}
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.formats.q2_0_g128 import LANES, tile_codes, untile_codes
+from pallas_kernels.formats.q2_0_g128 import LANES, ternary, tile_codes, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
@@ -33,6 +33,12 @@ def digits(packed, count):
 
 def dequantize(block):
     return block["d"].astype(jnp.float32)[..., None] * (_codes(block).astype(jnp.float32) - 1)
+
+
+def quantize(x):
+    """d = max |x|, q is x / d, rounded, plus 1 (ggml's quantize_row_tq1_0_ref, to the bit)."""
+    d, q = ternary(x)
+    return {**_packed(q.astype(jnp.uint16)), "d": d}
 
 
 def _codes(block):
@@ -74,13 +80,15 @@ def tile(block):
 
 def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
+    return {**_packed(q), "d": d}
+
+
+def _packed(q):
+    """The inverse of `_codes`."""
     weights = q.shape[-1]
     first, second, last = jnp.split(q, (5 * weights // 8, 15 * weights // 16), axis=-1)
-    return {
-        "qs": jnp.concatenate([packed(first, 5), packed(second, 5)], axis=-1),
-        "qh": packed(last, 4),
-        "d": d,
-    }
+    qs = jnp.concatenate([packed(first, 5), packed(second, 5)], axis=-1)
+    return {"qs": qs, "qh": packed(last, 4)}
 
 
 def vector_digits(packed, runs):

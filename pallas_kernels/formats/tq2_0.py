@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.formats.q2_0_g128 import LANES, RANDOM, tile_codes, two_bits, untile_codes
+from pallas_kernels.formats.q2_0_g128 import LANES, RANDOM, ternary, tile_codes, two_bits, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])
@@ -33,7 +33,19 @@ def tile(block):
 
 def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
-    return {"qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64), "d": d}
+    return {"qs": _packed(q), "d": d}
+
+
+def quantize(x):
+    """As TQ1_0 (ggml's quantize_row_tq2_0_ref, to the bit)."""
+    d, q = ternary(x)
+    return {"qs": _packed(q), "d": d}
+
+
+def _packed(q):
+    """The inverse of `_codes`."""
+    lead = q.shape[:-1]
+    return packing.packed(q.reshape(*lead, 2, 128), 2).reshape(*lead, 64)
 
 
 CPU = Vectors(QUARTERS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)

@@ -1,0 +1,188 @@
+"""A model file in another format, tensor by tensor:
+
+    blocks of the file  ->  float32, some rows at a time  ->  blocks of the new format  ->  a new GGUF file
+
+Memory holds one tensor of the new file, and a few million weights.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bonsai_jax.making import recipes
+from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
+from checkpoints.geometry import GEOMETRY, tensor_nbytes
+from pallas_kernels import formats
+
+PIECES = 1 << 17, 1 << 21  # weights that a program encodes
+VERSION = 2  # general.quantization_version of ggml's blocks
+Progress = Callable[[int, int], None]  # weights so far, and in all
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """What becomes of a tensor. before, after: formats."""
+
+    name: str
+    shape: tuple[int, ...]
+    before: str
+    after: str
+
+    @property
+    def weights(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes_before(self) -> int:
+        return tensor_nbytes(self.before, self.shape)
+
+    @property
+    def nbytes_after(self) -> int:
+        return tensor_nbytes(self.after, self.shape)
+
+
+def planned(
+    source: str | os.PathLike[str] | Checkpoint,
+    format: str,
+    *,
+    pure: bool = False,
+    tensor_formats: Iterable[tuple[str, str]] = (),
+    requantize: bool = False,
+) -> list[Change]:
+    """What `quantize_file` would do with each tensor, in the order of the file. Raises as it does."""
+    checkpoint = _opened(source)
+    recipe = recipes.recipe(format)
+    tensors = _stored(checkpoint)
+    after = recipes.formats_of(tensors, checkpoint.metadata, recipe, pure=pure, chosen=tensor_formats)
+    changes = [Change(t.name, t.shape, t.format, after[t.name]) for t in tensors]
+    for change in changes:
+        if change.before == change.after:
+            continue
+        where = f"{checkpoint.source}: {change.name}"
+        if change.before not in formats.names():
+            raise NotImplementedError(f"{where} has format {change.before}, which is not supported")
+        if change.before not in recipes.FLOATS and not requantize:
+            raise ValueError(
+                f"{where} is {change.before} already; quantizing it again loses more than quantizing the "
+                "original does. Take a file in F32, F16 or BF16, or allow it: --allow-requantize, "
+                "requantize=True"
+            )
+    return changes
+
+
+def quantize_file(
+    source: str | os.PathLike[str] | Checkpoint,
+    path: str | os.PathLike[str],
+    format: str,
+    *,
+    pure: bool = False,
+    tensor_formats: Iterable[tuple[str, str]] = (),
+    requantize: bool = False,
+    overwrite: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> list[Change]:
+    """Write a GGUF file with this model's weights in another format, and return what became of each tensor.
+
+    source          a GGUF file, or any name that `open_checkpoint` takes and that is one
+    path            of the new file; it appears when all is written
+    format          a format or a mix of llama.cpp's: "q4_k_m", "q8_0", "q1_0", ... (`making.recipes.RECIPES`)
+    pure            every matrix in the format itself, none in a better one
+    tensor_formats  (regular expression, format) of tensors that get another one, the first that is found
+                    counts
+    requantize      take weights that are quantized already
+    overwrite       replace a file that is there
+    Blocks are those of llama.cpp's own quantizer without an importance matrix: equal to the bit in formats
+    with one rule, nearly so in those with a search (pallas_kernels/encoding.py). Raises ValueError for a
+    format that is not known and for weights that are no finite numbers, NotImplementedError for a Hugging
+    Face folder, CheckpointError for a file that cannot be read, FileExistsError and other OSErrors for one
+    that cannot be written.
+    """
+    checkpoint, path = _opened(source), Path(path)
+    changes = planned(checkpoint, format, pure=pure, tensor_formats=tensor_formats, requantize=requantize)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path} is there already; name another, or replace it: --overwrite, overwrite=True"
+        )
+    metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
+    metadata.pop("general.file_type", None)
+    if (file_type := recipes.recipe(format).file_type) is not None:
+        metadata["general.file_type"] = np.uint32(file_type)
+    write_gguf(path, metadata, _changed(checkpoint, changes, progress))
+    return changes
+
+
+def _opened(source: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if checkpoint.naming != "gguf":
+        raise NotImplementedError(
+            f"{checkpoint.source} is a Hugging Face folder; quantize reads GGUF files. Make one of it with "
+            "llama.cpp's convert_hf_to_gguf.py first"
+        )
+    return checkpoint
+
+
+def _stored(checkpoint: Checkpoint) -> list[Tensor]:
+    """The tensors of a file."""
+    tensors = list(checkpoint.tensors.values())
+    if not all(isinstance(t, Tensor) for t in tensors):
+        raise NotImplementedError(f"{checkpoint.source} is no file: its weights are drawn when it is loaded")
+    return [t for t in tensors if isinstance(t, Tensor)]
+
+
+def _changed(checkpoint: Checkpoint, changes: list[Change], progress: Progress) -> Iterator[Tensor]:
+    """The tensors of the new file."""
+    total, done = sum(change.weights for change in changes), 0
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for tensor, change in zip(_stored(checkpoint), changes, strict=True):
+            if change.before == change.after:
+                yield tensor
+            else:
+                yield _encoded(checkpoint.source, tensor, change.after, pool)
+            tensor.forget()
+            done += change.weights
+            progress(done, total)
+
+
+def _encoded(source: str, tensor: Tensor, format: str, pool: concurrent.futures.Executor) -> Tensor:
+    before, after = GEOMETRY[tensor.format], GEOMETRY[format]
+    weights = math.lcm(before.weights, after.weights)  # blocks of both begin and end together, within a row
+    size_in, size_out = (weights // g.weights * g.bytes for g in (before, after))
+    blocks = np.asarray(tensor.data).reshape(-1, size_in)
+    out = np.empty((*tensor.shape[:-1], tensor.shape[-1] // after.weights * after.bytes), np.uint8)
+    written, pieces = out.reshape(-1, size_out), [piece // weights for piece in PIECES]
+    each = next((piece for piece in pieces if piece >= len(blocks)), pieces[-1])
+
+    def encode(first: int) -> bool:
+        piece = blocks[first : first + each]
+        padded = piece if len(piece) == each else np.pad(piece, [(0, each - len(piece)), (0, 0)])
+        # ggml's rules hold to the bit on a CPU: compilers for GPUs fuse products and sums.
+        with jax.default_device(jax.devices("cpu")[0]):
+            made, finite = _encode(padded, tensor.format, format)
+        written[first : first + each] = np.asarray(made)[: len(piece)]
+        return bool(finite)
+
+    if not all(pool.map(encode, range(0, len(blocks), each))):
+        why = "has weights that are NaN or infinite; no format holds them"
+        raise CheckpointError(f"{source}: {tensor.name} {why}")
+    return Tensor(tensor.name, format, tensor.shape, out)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _encode(raw: jax.Array, before: str, after: str) -> tuple[jax.Array, jax.Array]:
+    """Blocks, uint8 [n, bytes], of one format as blocks of another, and whether all weights are finite."""
+    x = formats.get(before).dequantize(formats.unpack(before, raw))
+    module = formats.get(after)
+    fields = module.quantize(x.reshape(len(raw), -1, module.WEIGHTS))
+    return formats.pack(after, fields), jnp.isfinite(x).all()

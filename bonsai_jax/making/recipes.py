@@ -1,0 +1,235 @@
+"""Which format each tensor of a file gets: llama.cpp's mixes (its llama-quant.cpp), and ours for formats that
+it does not write.
+
+A mix has a format for most matrices, and a better one for those that cost most accuracy: the output matrix,
+values, the second matrix of feed-forwards in some layers. Norms, biases, routers and convolutions stay as
+they are.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from checkpoints import Tensor
+from checkpoints.geometry import GEOMETRY
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A way to quantize a file.
+
+    name       as users write it
+    base       the format of most matrices
+    file_type  `general.file_type` of such files; None: llama.cpp has no number for it
+    """
+
+    name: str
+    base: str
+    file_type: int | None
+
+
+_SAME_NAME = {
+    **{
+        "f32": 0,
+        "f16": 1,
+        "q4_0": 2,
+        "q4_1": 3,
+        "q8_0": 7,
+        "q5_0": 8,
+        "q5_1": 9,
+        "q6_k": 18,
+        "iq4_nl": 25,
+        "iq4_xs": 30,
+    },
+    **{"bf16": 32, "tq1_0": 36, "tq2_0": 37, "nvfp4": 39, "q1_0": 40, "pq2_0": None, "ptq1_0": None},
+}
+_MIXES = {
+    **{
+        "q2_k": ("q2_k", 10),
+        "q2_k_s": ("q2_k", 21),
+        "q3_k_s": ("q3_k", 11),
+        "q3_k_m": ("q3_k", 12),
+        "q3_k_l": ("q3_k", 13),
+    },
+    **{"q4_k_s": ("q4_k", 14), "q4_k_m": ("q4_k", 15), "q5_k_s": ("q5_k", 16), "q5_k_m": ("q5_k", 17)},
+    **{"mxfp4": ("mxfp4", 38), "q2_0": ("q2_0_g64", 41)},
+}
+RECIPES = {name: Recipe(name, name, file_type) for name, file_type in _SAME_NAME.items()} | {
+    name: Recipe(name, *rest) for name, rest in _MIXES.items()
+}
+ALIASES = {
+    "q3_k": "q3_k_m",
+    "q4_k": "q4_k_m",
+    "q5_k": "q5_k_m",
+    "mxfp4_moe": "mxfp4",
+}  # as llama-quantize has them
+FLOATS = ("f32", "f16", "bf16")
+
+# Where a row is no multiple of a format's block; and where not even of 32, f16.
+_FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+_OTHERS_FALL_BACK_TO = "q4_0"
+# Matrices that stay: small, or read in a way that no packed format serves.
+_KEPT = re.compile(
+    r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
+    r"|indexer\.[kq]_proj\.weight|position_embd|token_types|attn_rel_b\.weight|ffn_gate_tid2eid\.weight"
+)
+_VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+_TERNARY = ("tq1_0", "tq2_0", "q2_0_g64", "pq2_0", "ptq1_0")
+
+
+def recipe(name: str) -> Recipe:
+    """The recipe of this name, in any case. Raises ValueError with the names that there are."""
+    key = name.lower().replace("-", "_")
+    key = ALIASES.get(key, key)
+    if key not in RECIPES:
+        if key.startswith(("iq1", "iq2", "iq3")):
+            raise ValueError(
+                f"format {name!r} needs an importance matrix, which is not supported yet; q2_k is as small"
+            )
+        raise ValueError(f"format {name!r} is not known; known are {', '.join(sorted(RECIPES))}")
+    return RECIPES[key]
+
+
+def formats_of(
+    tensors: Sequence[Tensor],
+    metadata: Mapping[str, Any],
+    recipe: Recipe,
+    *,
+    pure: bool = False,
+    chosen: Iterable[tuple[str, str]] = (),
+) -> dict[str, str]:
+    """The format that each tensor of a GGUF file gets, by name.
+
+    pure    every matrix gets the recipe's base format
+    chosen  (regular expression, format) of tensors that get another one; the first that is found in the name
+            counts Raises ValueError for a format or an expression that is not valid.
+    """
+    rules = [_rule(*pair) for pair in chosen]
+    mix = _Mix(tensors, metadata, recipe)
+    out = {}
+    for tensor in sorted(tensors, key=lambda t: (_layer(t.name), t.name)):
+        if not is_matrix(tensor):
+            out[tensor.name] = tensor.format
+            continue
+        choice = next((format for pattern, format in rules if pattern.search(tensor.name)), None)
+        if choice is None:
+            choice = recipe.base if pure else mix.format_of(tensor)
+        out[tensor.name] = _that_fits(choice, tensor.shape[-1])
+    return {tensor.name: out[tensor.name] for tensor in tensors}
+
+
+def is_matrix(tensor: Tensor) -> bool:
+    """Whether this tensor is quantized at all."""
+    return len(tensor.shape) > 1 and tensor.name.endswith("weight") and not _KEPT.search(tensor.name)
+
+
+def _rule(pattern: str, format: str) -> tuple[re.Pattern[str], str]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return compiled, recipe(format).base
+
+
+def _that_fits(format: str, columns: int) -> str:
+    """This format, or one with smaller blocks for rows that are no multiple of its blocks."""
+    if columns % GEOMETRY[format].weights == 0:
+        return format
+    other = _FALLBACKS.get(format, _OTHERS_FALL_BACK_TO)
+    return other if columns % GEOMETRY[other].weights == 0 else "f16"
+
+
+def _layer(name: str) -> int:
+    match = re.match(r"blk\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+class _Mix:
+    """llama.cpp's choice for each matrix, asked in the order of layers."""
+
+    def __init__(self, tensors: Sequence[Tensor], metadata: Mapping[str, Any], recipe: Recipe):
+        names = [t.name for t in tensors]
+        key = f"{metadata.get('general.architecture')}."
+
+        def number(name: str, default: int) -> int:
+            value = metadata.get(key + name, default)
+            return int(max(value)) if isinstance(value, Sequence) or getattr(value, "ndim", 0) else int(value)
+
+        self.recipe, self.base = recipe, recipe.base
+        self.tied = "output.weight" not in names
+        self.layers = number("block_count", 1)
+        self.experts = number("expert_count", 0)
+        self.shared_heads = number("attention.head_count", 1) // max(1, number("attention.head_count_kv", 1))
+        self.values = sum(name.endswith(_VALUES) for name in names)
+        self.values_seen = 0
+
+    def format_of(self, tensor: Tensor) -> str:
+        name = tensor.name
+        if self.base in FLOATS:
+            return self.base
+        if name == "output.weight" or (
+            self.tied and name in ("token_embd.weight", "per_layer_token_embd.weight")
+        ):
+            return self._output(tensor.shape[-1])
+        if self.recipe.name == "mxfp4":
+            return "mxfp4" if len(tensor.shape) > 2 else "q8_0"
+        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
+            return "q4_k" if self.base in _TERNARY else self.base
+        if name.endswith(_VALUES):
+            self.values_seen += 1
+            return self._values(self.values_seen - 1)
+        if name.endswith("attn_k.weight"):
+            return "q8_0" if self.experts == 8 else self.base
+        if "ffn_down" in name:
+            return self._down(_layer(name))
+        if name.endswith("attn_output.weight"):
+            return self._attention_output()
+        return self.base
+
+    def _output(self, columns: int) -> str:
+        if self.recipe.name == "mxfp4" or self.base == "q8_0" or columns % GEOMETRY[self.base].weights:
+            return "q8_0"
+        return "q6_k"
+
+    def _values(self, layer: int) -> str:
+        few = self.shared_heads >= 4  # so many heads share one of keys and values that its matrix is small
+        format = {
+            "q2_k": "q4_k" if few else "q3_k",
+            "q2_k_s": "q4_k" if few else self.base,
+            "q3_k_m": "q5_k" if layer < 2 else "q4_k",
+            "q3_k_l": "q5_k",
+            "q4_k_s": "q5_k" if layer < 4 else self.base,
+            "q4_k_m": "q6_k" if _more_bits(layer, self.values) else self.base,
+            "q5_k_m": "q6_k" if _more_bits(layer, self.values) else self.base,
+            "iq4_nl": "q5_k" if few else self.base,
+            "iq4_xs": "q5_k" if few else self.base,
+        }.get(self.recipe.name, self.base)
+        if self.layers == 80 and format in ("q3_k", "q4_k"):  # the 70B models
+            format = "q5_k"
+        return "q8_0" if self.experts == 8 else format
+
+    def _down(self, layer: int) -> str:
+        first = layer < self.layers // 8
+        return {
+            "q2_k": "q3_k",
+            "q2_k_s": "q4_k" if first else self.base,
+            "q3_k_m": "q5_k" if layer < self.layers // 16 else "q4_k",
+            "q3_k_l": "q5_k",
+            "q4_k_s": "q5_k" if first else self.base,
+            "q4_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
+            "q5_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
+            "iq4_nl": "q5_k" if first else self.base,
+            "iq4_xs": "q5_k" if first else self.base,
+        }.get(self.recipe.name, self.base)
+
+    def _attention_output(self) -> str:
+        if self.experts == 8:
+            better = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq4_nl", "iq4_xs")
+            return "q5_k" if self.recipe.name in better else self.base
+        return {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}.get(self.recipe.name, self.base)
+
+
+def _more_bits(layer: int, layers: int) -> bool:
+    """The first and the last eighth of the layers, and every third between them."""
+    return layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
