@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
@@ -26,10 +27,14 @@ class Drawn(NamedTuple):
 
 
 class Delivery:
-    """Gives the answers of one loop their pieces. end: Loop.cancel."""
+    """Gives the answers of one loop their pieces.
 
-    def __init__(self, end: Callable[[Answer], None]):
-        self._end = end
+    end       Loop.cancel
+    together  around pieces that go to several answers (wakes.py)
+    """
+
+    def __init__(self, end: Callable[[Answer], None], together: Callable[[], AbstractContextManager[None]]):
+        self._end, self._together = end, together
         self._drawn: list[Drawn] = []
 
     def note(self, drawn: Drawn) -> None:
@@ -42,10 +47,13 @@ class Delivery:
 
     def deliver(self) -> None:
         """Give answers everything that was noted, and end those that are complete."""
+        if not self._drawn:
+            return
         every, self._drawn = self._drawn, []
-        for drawn in every:
-            if not drawn.answer.request.ended:
-                self._give(drawn)
+        with self._together():
+            for drawn in every:
+                if not drawn.answer.request.ended:
+                    self._give(drawn)
 
     def finish(self, answer: Answer, error: Exception | None) -> None:
         """End an answer whose constraint allows no more, or has failed."""

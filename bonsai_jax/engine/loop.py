@@ -11,6 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import numpy as np
@@ -66,14 +67,22 @@ class Load:
 
 
 class Loop:
-    """Runs the requests of one engine. Not for several threads at once."""
+    """Runs the requests of one engine. Not for several threads at once. together: around pieces of one step
+    that go to several answers."""
 
-    def __init__(self, model: Model, options: Options, *, threaded: bool = False):
+    def __init__(
+        self,
+        model: Model,
+        options: Options,
+        *,
+        threaded: bool = False,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self.model, self.options = model, options
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
-        self.delivery = Delivery(self.cancel)
+        self.delivery = Delivery(self.cancel, together)
         self.constrained = Constrained(model, self._force, self.delivery.finish)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
