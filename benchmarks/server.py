@@ -1,4 +1,4 @@
-"""What a server costs: many clients' streams through `bonsai-jax serve`, beside the same requests in an engine.
+"""What a server costs: streams of many clients through `bonsai-jax serve`, beside the same in an engine.
 
     python benchmarks/server.py -m synth:bonsai-8b:q4_k_m --clients 1,64,256 -p 128 -n 128 [--record]
     uv run python benchmarks/server.py -m demo --clients 16 --beside-llamacpp demo
@@ -11,10 +11,10 @@ Repetitions are interleaved, and the others wait meanwhile. A line for each numb
     tok_s            tokens of all answers, from the first request sent to the last token; the median
     engine_tok_s     the same for requests to the Engine, from the first submit to the last answer
     share            of the two, the medians': 0.9 is asked for on a GPU
-    ttft_s, between_s   time to the first token, and from one event of a stream to the next: p50 and p99 of all
-                     requests of all repetitions. Tokens that are drawn together come in one event
-    cpu_us, engine_cpu_us   CPU time for each token of the server's process, and of this one meanwhile; on a CPU
-                     with the model's own work
+    ttft_s, between_s   time to the first token, and from one event of a stream to the next: p50 and p99 over
+                     all requests of all repetitions. Tokens that are drawn together come in one event
+    cpu_us, engine_cpu_us   CPU time for each token, of the server's process and of this one; on a CPU with
+                     the model's own work
     client_cpu       CPU time of the clients' process over the time: near 1 it is what was measured
 
 and one for llama.cpp with its own tok_s, ttft_s and between_s, where `ratio` is ours over theirs. Prompts are
@@ -134,12 +134,8 @@ class Clients:
 class InEngine:
     """The same requests without a server."""
 
-    def __init__(self, o: argparse.Namespace):
-        compile_cache.use_programs()
-        model = bj.load(o.model, bj.RunConfig(context=o.prompt + o.new, batch_size=max(o.clients)))
-        self.model = model
-        self.engine = bj.Engine(model, logprobs=MOST_LOGPROBS, logit_biases=BIASES)
-        self.engine.warmup()
+    def __init__(self, engine: bj.Engine):
+        self.engine = engine
 
     def run(self, requests: list[list[int]], new: int) -> tuple[float, float]:
         """Seconds of the clock, and of this process on CPUs."""
@@ -156,6 +152,15 @@ class InEngine:
         for handle in handles:
             handle.result()
         return time.perf_counter() - began, time.process_time() - cpu
+
+
+def engine(o: argparse.Namespace) -> bj.Engine:
+    """As the server's, with every program compiled."""
+    compile_cache.use_programs()
+    model = bj.load(o.model, bj.RunConfig(context=o.prompt + o.new, batch_size=max(o.clients)))
+    made = bj.Engine(model, logprobs=MOST_LOGPROBS, logit_biases=BIASES)
+    made.warmup()
+    return made
 
 
 def waits(results: list[dict]) -> dict[str, dict[str, float]]:
@@ -175,7 +180,7 @@ def measured(clients: int, o: argparse.Namespace, inside: InEngine, crowd: Clien
     served: list[list[dict]] = [[] for _ in places]
     for repetition in range(o.repetitions + 1):  # the first, which is short, is not counted
         rng = np.random.default_rng((clients, repetition))
-        vocabulary = min(1000, inside.model.config.vocab_size)
+        vocabulary = min(1000, inside.engine.model.config.vocab_size)
         requests = rng.integers(0, vocabulary, (clients, o.prompt)).tolist()
         new = o.new if repetition else min(4, o.new)
         for place, own in zip(places, served, strict=True):
@@ -226,8 +231,7 @@ def main() -> None:
         if o.beside_llamacpp:
             places.append(stack.enter_context(llamacpp(o)))
         clients = Clients(stack.enter_context(subprocess.Popen(client, **pipes)))
-        inside = InEngine(o)
-        stack.callback(inside.engine.close)
+        inside = InEngine(stack.enter_context(engine(o)))
         for count in o.clients:
             for row in measured(count, o, inside, clients, places):
                 line = json.dumps({**bench.origin(), "what": "server", "model": o.model, **row})

@@ -1,12 +1,12 @@
-"""Many clients of a server of completions, in one process that does little else: what server.py measures with.
+"""Many clients of a server of completions, in one process that does little else: for server.py.
 
     python benchmarks/stream_client.py < jobs.jsonl        a line of results for each job, when it has ended
 
-A job is {"host", "port", "path", "bodies": [...]}: its requests are sent at once, each over a connection of its
-own, and their streams are read to the end. A result has, for each request in order, the seconds from the
-moment at which all are sent to every event with text, and the tokens that the server counted; `seconds` to the
-end, and `cpu_s` of this process. No HTTP client: their parsers would be the limit. Ends with an error where a
-server refuses a request or breaks off.
+A job is {"host", "port", "path", "bodies": [...]}: its requests are sent at once, each over a connection of
+its own, and their streams are read to the end. A result has, for each request in order, the seconds from the
+moment at which all are sent to every event with text, and the tokens that the server counted; `seconds` to
+the end, and `cpu_s` of this process. No HTTP client: their parsers would be the limit. Ends with an error
+where a server refuses a request or breaks off.
 """
 
 import asyncio
