@@ -18,6 +18,7 @@ from bonsai_jax.research.prompt_logprobs import prompt_logprobs
 from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.service import Service
 
+SHORT = 1024  # characters, or token ids, that are encoded at once
 LONGEST_REASON = 200  # characters of the engine's that a client gets
 
 log = logging.getLogger(__name__)
@@ -103,7 +104,9 @@ class Answering:
                     await service.in_thread(self._encode)
                     await service.read(self._read_prompts)
                     await service.in_thread(self._submit)
-                else:  # a change of threads takes longer than to encode a short prompt
+                elif self._is_short:
+                    self._encode_and_submit()
+                else:
                     await service.in_thread(self._encode_and_submit)
                 yield
             except RuntimeError as error:  # the engine's
@@ -141,6 +144,13 @@ class Answering:
             self._handles.append(handle)
             if self._over and handle is not None:  # `_cancel` may not have seen it
                 handle.cancel()
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a change of threads would take longer than to encode the prompts. Templates of chats and
+        constraints may take any time."""
+        asked = self.request
+        return not asked.chat and asked.constraint is None and sum(map(len, asked.prompts)) <= SHORT
 
     def _encode_and_submit(self) -> None:
         self._encode()
