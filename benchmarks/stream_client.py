@@ -45,10 +45,12 @@ class Stream(asyncio.Protocol):
             self._end()
         elif line.startswith(b"data: "):
             # Bodies are not parsed but for the last: that would be the limit with many clients.
-            if b'"completion_tokens"' in line and b'"choices":[]' in line.replace(b" ", b""):
-                self.tokens = json.loads(line[6:])["usage"]["completion_tokens"]
-            else:
-                self.times.append(now)
+            if b'"completion_tokens"' in line:
+                body = json.loads(line[6:])
+                self.tokens = body["usage"]["completion_tokens"]
+                if not any(choice.get("text") for choice in body["choices"]):
+                    return
+            self.times.append(now)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._fail(error or b"the server closed the connection")
