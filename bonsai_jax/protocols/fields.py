@@ -39,10 +39,13 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     own = {name: given[name] for name in SAMPLING if name in given}
     try:
         SamplingParams(**own)
-    except ValueError as error:  # it names the first field that is wrong
-        reason = str(error).removeprefix("SamplingParams: ")
-        name = next(name for name in own if reason.startswith(f"{name} "))
-        raise FieldError(name, reason.removeprefix(f"{name} ")) from None
+    except ValueError:
+        for name, value in own.items():
+            try:
+                SamplingParams(**{name: value})
+            except ValueError as error:
+                raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+        raise
     return own
 
 
