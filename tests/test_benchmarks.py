@@ -337,3 +337,31 @@ def test_what_a_user_waits_for_is_in_seconds():
     for row in rows:
         assert 0 < row["imported"] <= row["loaded"] <= row["first_piece"]
         assert {"silence", "other_length", "other_number", "warmup", "commit", "device", "jax"} <= row.keys()
+
+
+def test_clients_of_a_server_are_beside_an_engine_and_another_server():
+    from bonsai_jax import server as serving
+
+    benchmark = module("server")
+    asked = argparse.Namespace(clients=[3], prompt=8, new=6, repetitions=2)
+    model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=16, batch_size=4))
+    client = [sys.executable, ROOT / "benchmarks" / "stream_client.py"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    engine = bj.Engine(model, logprobs=benchmark.MOST_LOGPROBS, logit_biases=benchmark.BIASES)
+    with serving.running(engine) as running, subprocess.Popen(client, **pipes) as process:
+        place = benchmark.Place(running.url, argparse.Namespace(pid=os.getpid()))
+        inside, clients = benchmark.InEngine(engine), benchmark.Clients(process)
+        ours, other = benchmark.measured(3, asked, inside, clients, [place, place])
+        process.stdin.close()
+    assert (ours["impl"], ours["clients"], ours["new_tokens"]) == ("bonsai-jax", 3, 6)
+    assert ours["share"] == ours["tok_s"] / ours["engine_tok_s"] > 0 and len(ours["tok_s_all"]) == 2
+    assert 0 < ours["ttft_s"]["p50"] <= ours["ttft_s"]["p99"] and ours["cpu_us"] > 0 < ours["client_cpu"]
+    assert other["impl"] == "llama.cpp" and other["ratio"] == ours["tok_s"] / other["tok_s"]
+
+
+@pytest.mark.slow
+def test_a_servers_process_is_measured_beside_llama_cpps():
+    options = ("-m", "demo", "--beside-llamacpp", "demo", "--clients", 2, "-p", 16, "-n", 8, "-r", 1)
+    ours, other = map(json.loads, script("server", *options).splitlines())
+    assert ours["share"] > 0 and ours["between_s"]["p99"] > 0
+    assert other["tok_s"] > 0 and other["ratio"] == ours["tok_s"] / other["tok_s"]

@@ -103,7 +103,8 @@ class Reader:
         complete  the answer's constraint allows no more
         """
         text, tokens, reason = self._read(drawn, ended, complete)
-        scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
+        if scores is not None:
+            scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
         ends = [own for own in self.stop if reason == "stop" and self.pending.startswith(own, len(text))]
         return Piece(text, tokens, reason, scores, steps, self.index, stop=ends[0] if ends else None)
 
@@ -116,7 +117,7 @@ class Reader:
                 return self._last("stop", tokens)
             tokens.append(token)
             self.pending += self.detokenizer.push(token)
-            if (end := self._stopped()) is not None:
+            if self.stop and (end := self._stopped()) is not None:
                 return self.pending[:end], tokens, "stop"
         if ended or complete:
             return self._last("stop" if complete else "length", tokens)

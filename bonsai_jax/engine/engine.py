@@ -27,6 +27,7 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
@@ -93,7 +94,8 @@ class Engine:
             checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
             reproducible=reproducible,
         )  # fmt: skip
-        self._loop = Loop(model, self.options, threaded=True)
+        self._wakes = Wakes()
+        self._loop = Loop(model, self.options, threaded=True, together=self._wakes.together)
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
         self._broken: Exception | None = None
@@ -202,7 +204,7 @@ class Engine:
         kind("owner", owner, str, "a name")
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
-        handle = Handle(n, len(ids))
+        handle = Handle(n, len(ids), self._wakes)
         answers = [
             self._loop.ask(
                 ids,

@@ -10,6 +10,7 @@ from typing import Any
 from bonsai_jax import forks
 from bonsai_jax.arguments import number
 from bonsai_jax.engine.answers import Output, Piece, output
+from bonsai_jax.engine.wakes import Wakes
 
 LOOK_S = 0.2  # how often a reader looks by itself whether something has come (Handle._wait)
 
@@ -28,15 +29,16 @@ class Handle:
     its task was cancelled or ran out of time (asyncio.wait_for), the request is cancelled.
     """
 
-    def __init__(self, n: int, prompt_tokens: int):
+    def __init__(self, n: int, prompt_tokens: int, wakes: Wakes | None = None):
         self.n, self.prompt_tokens = n, prompt_tokens
+        self._wakes = Wakes() if wakes is None else wakes
         self.cancel_answers: Callable[[], None] = lambda: None
         self._pieces: list[Piece] = []
         self._unfinished = set(range(n))
         self._error: Exception | None = None
         self._changed = threading.Condition()
         self._readers = 0
-        self._wakers: list[Callable[[], None]] = []
+        self._tasks: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []  # what wakes asyncio's
 
     def __iter__(self) -> Iterator[Piece]:
         forks.check()
@@ -53,13 +55,8 @@ class Handle:
                     return
 
     async def __aiter__(self) -> AsyncGenerator[Piece]:
-        loop, news, at = asyncio.get_running_loop(), asyncio.Event(), 0
-
-        def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # that event loop is closed: its reader is gone
-                loop.call_soon_threadsafe(news.set)
-
-        with self._reading(wake):
+        news, at = asyncio.Event(), 0
+        with self._reading((asyncio.get_running_loop(), news)):
             while True:
                 news.clear()
                 with self._changed:
@@ -121,8 +118,8 @@ class Handle:
                 if piece.finish_reason is not None:
                     self._unfinished.remove(piece.index)
             self._changed.notify_all()
-            for wake in self._wakers:
-                wake()
+            for loop, news in self._tasks:
+                self._wakes.set(loop, news)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None = None) -> bool:
         """Wait, with the lock, until the condition holds. False: it does not after timeout_s.
@@ -139,17 +136,20 @@ class Handle:
         return True
 
     @contextlib.contextmanager
-    def _reading(self, wake: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Counts a reader, which `wake` tells of news. The last one to leave before the end cancels."""
+    def _reading(self, task: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None) -> Iterator[None]:
+        """Counts a reader; a task is told of news by its event. The last one to leave before the end
+        cancels."""
+        tasks = [] if task is None else [task]
         with self._changed:
             self._readers += 1
-            self._wakers.append(wake)
+            self._tasks += tasks
         try:
             yield
         finally:
             with self._changed:
                 self._readers -= 1
-                self._wakers.remove(wake)
+                for own in tasks:
+                    self._tasks.remove(own)
                 deserted = not self._readers and not self.done
             if deserted:
                 self.cancel()

@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import numpy as np
@@ -19,9 +19,9 @@ import numpy as np
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
 from bonsai_jax.engine.answers import Answer, Piece, Reader
 from bonsai_jax.engine.constrained import Constrained
+from bonsai_jax.engine.delivery import Delivery, Drawn, piece
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
@@ -67,18 +67,26 @@ class Load:
 
 
 class Loop:
-    """Runs the requests of one engine. Not for several threads at once."""
+    """Runs the requests of one engine. Not for several threads at once. together: around pieces of one step
+    that go to several answers."""
 
-    def __init__(self, model: Model, options: Options, *, threaded: bool = False):
+    def __init__(
+        self,
+        model: Model,
+        options: Options,
+        *,
+        threaded: bool = False,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
         self.model, self.options = model, options
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
-        self.constrained = Constrained(model, self._force, self._finish)
+        self.delivery = Delivery(self.cancel, together)
+        self.constrained = Constrained(model, self._force, self.delivery.finish)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
-        self._untold: list[tuple[Any, ...]] = []  # arguments of _tell
         self._read_at: float | None = None
         self._beside_prefill: list[Call] = []  # of the decode programs that `prepare` named
 
@@ -115,7 +123,7 @@ class Loop:
         if answer.matcher is not None:
             if self.constrained.over(answer):  # nothing is to be drawn
                 answer.request.ended = True
-                answer.on_piece(self.piece(answer))
+                answer.on_piece(piece(answer))
                 return
             self.runner.split()
         self.answers[answer.request] = answer
@@ -140,7 +148,7 @@ class Loop:
             else:
                 self.plans += 1
                 self._dispatch(plan)
-        self._tell_all()  # of the draw before this plan
+        self.delivery.deliver()  # of the draw before this plan
         if self._flying and (plan is None or self._unread_plans() > 1):
             flight, reads = self._flying.popleft(), True  # it may free the pages that a request waits for
             first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
@@ -158,7 +166,7 @@ class Loop:
         making the pool raises."""
         self.failures += 1
         self._flying.clear()
-        self._untold.clear()
+        self.delivery.forget()
         waiting = self.scheduler.waiting
         unread = {request for request in waiting if not request.flights}
         lost = [answer for request, answer in self.answers.items() if request not in unread]
@@ -333,73 +341,30 @@ class Loop:
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
         for i, request in flight.rows:
             new = tokens[i][: counts[i]]
-            least = self._record(request, new)
-            self._untold.append((request, len(new), steps[i], scores, i, least))
+            least, _ = request.flights.popleft()
+            answer = self.answers.get(request)
+            if answer is not None and self._record(answer, new):
+                self.delivery.note(Drawn(answer, len(new), steps[i], scores, i, least))
         self.constrained.send()
         if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
-            self._tell_all()
+            self.delivery.deliver()
         self._time(flight)
 
-    def _record(self, request: Request, new: list[int]) -> int:
-        """Note what a request has drawn. Returns the tokens that it draws at least, unless it ends."""
-        least, _ = request.flights.popleft()
-        answer = self.answers.get(request)
-        if not request.ended and answer is not None:
-            request.said += new
-            answer.untold += new
-            if answer.matcher is not None:
-                try:
-                    self.constrained.drawn(answer, new)
-                except ValueError as error:
-                    self._finish(answer, error)
-        return least
-
-    def _tell_all(self) -> None:
-        """Give answers the pieces that they have drawn."""
-        untold, self._untold = self._untold, []
-        for draw in untold:
-            self._tell(*draw)
-
-    def _tell(
-        self, request: Request, count: int, steps: int, scores: Logprobs | None, row: int, least: int
-    ) -> None:
-        """Give an answer the next `count` of its drawn tokens, and end it if it is complete."""
-        answer = self.answers.get(request)
-        if request.ended or answer is None:
-            return
-        n = answer.logprobs
-        row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
-        piece = self.piece(answer, row_scores, steps)
-        undrawn = piece.finish_reason is None and count < least  # the device has ended this row
-        if piece.finish_reason is not None or undrawn:
-            self.cancel(answer)
-        if count or piece.finish_reason is not None:
-            answer.on_piece(piece)
-        if undrawn:
-            answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
-
-    def piece(self, answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Piece:
-        """The next piece of an answer, of its tokens in `untold`."""
-        request, matcher = answer.request, answer.matcher
-        tokens, answer.untold = answer.untold, []
-        complete = matcher is not None and matcher.complete
-        ended = len(request.said) >= request.max_new_tokens
-        if answer.began:
-            return answer.reader.read(tokens, ended, scores, steps, complete)
-        answer.began = True
-        piece = answer.reader.read(tokens, ended, scores, 0, complete)
-        return dataclasses.replace(piece, cached_tokens=answer.cached)
+    def _record(self, answer: Answer, new: list[int]) -> bool:
+        """Note what an answer has drawn. False: it has ended, perhaps by that."""
+        if answer.request.ended:
+            return False
+        answer.request.said += new
+        answer.untold += new
+        if answer.matcher is not None:
+            try:
+                self.constrained.drawn(answer, new)
+            except ValueError as error:
+                self.delivery.finish(answer, error)
+        return not answer.request.ended
 
     def _force(self, request: Request, tokens: list[int]) -> bool:
         return self.scheduler.force(request, tokens)
-
-    def _finish(self, answer: Answer, error: Exception | None) -> None:
-        """End an answer whose constraint allows no more, or has failed."""
-        self._tell_all()
-        if not answer.request.ended:  # else its last piece was sent
-            last = self.piece(answer) if error is None else error
-            self.cancel(answer)
-            answer.on_piece(last)
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:
@@ -410,8 +375,3 @@ class Loop:
         if any(flight.plan.reads) or any(flight.plan.draws) or before is None:
             return
         self.scheduler.measured(flight.steps, self._read_at - before, self.options.max_wait_s)
-
-
-def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:
-    """Logprobs of one row, with n alternatives."""
-    return scores.replace(token=scores.token[row], ids=scores.ids[row, :, :n], top=scores.top[row, :, :n])

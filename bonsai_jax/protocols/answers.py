@@ -107,7 +107,7 @@ class Head:
 
 
 class ServerEvent(NamedTuple):
-    """A server-sent event. name: None where the protocol names none."""
+    """A server-sent event. data: a body, or its JSON. name: None where the protocol names none."""
 
     data: dict[str, Any] | str
     name: str | None = None
@@ -117,6 +117,20 @@ class ServerEvent(NamedTuple):
         text = self.data if isinstance(self.data, str) else json.dumps(self.data)
         name = "" if self.name is None else f"event: {self.name}\n"
         return f"{name}data: {text}\n\n".encode()
+
+
+class Template:
+    """JSON of bodies that differ in one text, which is HOLE here and not followed by texts of others. Most
+    events of a stream are such: to write a whole body takes ten times as long."""
+
+    HOLE = "\0"
+
+    def __init__(self, body: dict[str, Any], name: str | None = None):
+        self._before, _, self._after = json.dumps(body).rpartition(json.dumps(self.HOLE))
+        self._name = name
+
+    def event(self, text: str) -> ServerEvent:
+        return ServerEvent(f"{self._before}{json.dumps(text)}{self._after}", self._name)
 
 
 class Parser:

@@ -37,11 +37,15 @@ def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, p
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
     own = {name: given[name] for name in SAMPLING if name in given}
-    for name, value in own.items():
-        try:
-            SamplingParams(**{name: value})
-        except ValueError as error:
-            raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+    try:
+        SamplingParams(**own)
+    except ValueError:
+        for name, value in own.items():
+            try:
+                SamplingParams(**{name: value})
+            except ValueError as error:
+                raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+        raise
     return own
 
 

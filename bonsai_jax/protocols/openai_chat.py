@@ -6,7 +6,7 @@ from typing import Any
 
 from bonsai_jax.decoding.sampling import Logprobs
 from bonsai_jax.protocols import fields, openai, openai_messages, tools
-from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
 from bonsai_jax.protocols.request import Request
@@ -18,6 +18,7 @@ __all__ = ["PATH", "Stream", "error", "request", "whole"]
 PATH = "/v1/chat/completions"
 # Names that Tokenizer.encode_chat and the template's other variables have.
 RESERVED = {"self", "messages", "add_generation_prompt", "bos_token", "eos_token", "tools"}
+TEXTS = {"thought": "reasoning_content", "answer": "content"}  # where events' texts are, by kind
 FIELDS = {
     **openai.COMMON,
     **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
@@ -132,12 +133,15 @@ class Stream:
         self._request, self._head = request, head
         self._frame = openai.frame(head, "chat.completion.chunk", "chatcmpl")
         self._calls = [0] * request.n  # that have begun, by answer
+        self._plain: dict[tuple[int, str], Template] = {}  # of an answer's thoughts and text
 
     def begin(self) -> list[ServerEvent]:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(index, delta) for index in range(self._request.n)]
 
     def next(self, part: Part) -> list[ServerEvent]:
+        if part.logprobs is None and part.finish_reason is None:
+            return [self._event(part.index, event) for event in part.events]
         scores = _logprobs(self._request, part.tokens, part.logprobs, self._head.tokenizer)
         deltas = [self._delta(part.index, event) for event in part.events]
         chunks = []
@@ -149,9 +153,19 @@ class Stream:
             chunks.append(self._chunk(part.index, {}, finish=finish))
         return chunks
 
+    def _event(self, index: int, event: Event) -> ServerEvent:
+        """Of a part without log-probabilities."""
+        if event.kind == "call":
+            return self._chunk(index, self._delta(index, event))
+        plain = self._plain.get((index, event.kind))
+        if plain is None:
+            body = self._body(index, {TEXTS[event.kind]: Template.HOLE})
+            plain = self._plain[index, event.kind] = Template(body)
+        return plain.event(event.text)
+
     def _delta(self, index: int, event: Event) -> dict[str, Any]:
         if event.kind != "call":
-            return {{"thought": "reasoning_content", "answer": "content"}[event.kind]: event.text}
+            return {TEXTS[event.kind]: event.text}
         call: dict[str, Any] = {"function": {"arguments": event.text}}
         if event.name is not None:
             self._calls[index] += 1
@@ -165,10 +179,17 @@ class Stream:
     def failed(self, failure: RequestError) -> list[ServerEvent]:
         return [ServerEvent(error(failure))]
 
-    def _chunk(self, index: int, delta: dict[str, Any], logprobs: Any = None, finish: Any = None):
+    def _chunk(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
+    ) -> ServerEvent:
+        return ServerEvent(self._body(index, delta, logprobs, finish))
+
+    def _body(
+        self, index: int, delta: dict[str, Any], logprobs: Any = None, finish: str | None = None
+    ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
         usage = {"usage": None} if self._request.stream_usage else {}
-        return ServerEvent(self._frame | {"choices": [choice]} | usage)
+        return self._frame | {"choices": [choice]} | usage
 
 
 def _logprobs(

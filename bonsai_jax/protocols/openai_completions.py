@@ -9,7 +9,7 @@ from typing import Any
 
 from bonsai_jax.decoding.sampling import Logprobs
 from bonsai_jax.protocols import fields, openai
-from bonsai_jax.protocols.answers import Answer, Echo, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.answers import Answer, Echo, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
 from bonsai_jax.protocols.request import Request
@@ -79,18 +79,21 @@ class Stream:
     def __init__(self, request: Request, head: Head):
         self._request, self._head = request, head
         self._frame = openai.frame(head, "text_completion", "cmpl")
-        self._texts = [_Text(request, head.tokenizer) for _ in range(len(request.prompts) * request.n)]
+        count = len(request.prompts) * request.n
+        self._texts = [_Text(request, head.tokenizer) for _ in range(count)]
+        more = {"text": Template.HOLE, "logprobs": None}
+        self._plain = [Template(self._chunk(index, more)) for index in range(count)]
 
     def begin(self) -> list[ServerEvent]:
         return []
 
     def next(self, part: Part) -> list[ServerEvent]:
+        if self._request.logprobs is None and part.echo is None and part.finish_reason is None:
+            return [self._plain[part.index].event(part.text)] if part.text else []
         more = self._texts[part.index].next(part.text, part.tokens, part.logprobs, part.echo)
         if not (more["text"] or more["logprobs"] or part.finish_reason):
             return []
-        choice = {"index": part.index, **more, "finish_reason": openai.finish(part.finish_reason)}
-        usage = {"usage": None} if self._request.stream_usage else {}
-        return [ServerEvent(self._frame | {"choices": [choice]} | usage)]
+        return [ServerEvent(self._chunk(part.index, more, openai.finish(part.finish_reason)))]
 
     def end(self, usage: Usage) -> list[ServerEvent]:
         last = [ServerEvent(self._frame | {"choices": []} | openai.usage(usage))]
@@ -98,6 +101,10 @@ class Stream:
 
     def failed(self, failure: RequestError) -> list[ServerEvent]:
         return [ServerEvent(error(failure))]
+
+    def _chunk(self, index: int, more: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
+        usage = {"usage": None} if self._request.stream_usage else {}
+        return self._frame | {"choices": [{"index": index, **more, "finish_reason": finish}]} | usage
 
 
 class _Text:

@@ -21,17 +21,25 @@ class Sizes(NamedTuple):
         return -(-max(count, 1) // step) * step
 
 
+class Shapes(NamedTuple):
+    """The sizes of batches: a program is compiled for each number of rows and width that there is."""
+
+    rows: Sizes
+    widths: Sizes
+
+
 ROWS = Sizes(1, 2)
+FEW = Shapes(Sizes(1, 1), Sizes(16, 1))  # where strangers choose the lengths
 ENOUGH_ROWS = 8  # for a program of their own
 
 
 def batches(
-    lengths: Sequence[int], tokens: int, widths: Sizes, *, most_rows: int = NO_LIMIT
+    lengths: Sequence[int], tokens: int, widths: Sizes, *, rows: Sizes = ROWS, most_rows: int = NO_LIMIT
 ) -> Iterator[tuple[Int[np.ndarray, "items"], int, int]]:
     """Cut items into batches, the longest first: (numbers of items, rows, width) of each.
 
     tokens     most rows x width of a batch of several rows
-    widths     of batches
+    widths, rows   of batches
     most_rows  of a batch
 
     Full batches have a power of two of rows, so that few shapes of rows x width are asked of kernels. One
@@ -44,6 +52,6 @@ def batches(
         width = int(padded[first])
         most = min(1 << max(0, (tokens // width).bit_length() - 1), most_rows)
         wide = int((padded[first:] > width // 2).sum())
-        rows = min(most, ROWS.padded(wide if wide >= ENOUGH_ROWS else len(order) - first))
-        yield order[first : first + rows], rows, width
-        first += rows
+        count = min(most, rows.padded(wide if wide >= ENOUGH_ROWS else len(order) - first))
+        yield order[first : first + count], count, width
+        first += count

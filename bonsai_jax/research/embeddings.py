@@ -17,7 +17,7 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research.batches import batches
-from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids, widths
+from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
 from pallas_kernels import layer_norm, rms_norm
 
 
@@ -58,7 +58,8 @@ def embed_ids(
     """`embed_texts` of token ids, by a Reader, which keeps its programs and its cache from call to call."""
     model, done = reader.model, 0
     out = np.zeros((len(ids), model.config.hidden), np.float32)
-    each = list(batches([len(own) for own in ids], batch_tokens(), widths()))
+    rows, widths = reader.shapes
+    each = list(batches([len(own) for own in ids], batch_tokens(), widths, rows=rows))
     reader.prepare((rows, width) for _, rows, width in each)
     for numbers, rows, width in each:
         tokens, lengths = reader.padded([ids[i] for i in numbers], rows, width)

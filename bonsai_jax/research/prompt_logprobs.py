@@ -15,7 +15,7 @@ from bonsai_jax.network import decoder, parallel
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.research.batches import batches
-from bonsai_jax.research.reading import Reader, batch_tokens, widths
+from bonsai_jax.research.reading import Reader, batch_tokens
 from bonsai_jax.research.score import Taken, Target, taken_states
 
 
@@ -27,7 +27,8 @@ def prompt_logprobs(reader: Reader, prompts: Sequence[Sequence[int]], top: int) 
     """
     out = [_nothing(len(ids) - 1, top) for ids in prompts]
     model, pending = reader.model, list[_Pending]()
-    plan = list(batches([len(ids) for ids in prompts], batch_tokens(), widths()))
+    rows, widths = reader.shapes
+    plan = list(batches([len(ids) for ids in prompts], batch_tokens(), widths, rows=rows))
     reader.prepare((rows, width) for _, rows, width in plan)
     for numbers, rows, width in plan:
         some = [prompts[i] for i in numbers]

@@ -20,7 +20,7 @@ from bonsai_jax.network.kinds.state import map_states
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.research.batches import Sizes
+from bonsai_jax.research.batches import ROWS, Shapes, Sizes
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
@@ -97,12 +97,22 @@ class Reader:
         hidden, activations = reader.read(tokens, lengths)            sequences from their first token
         hidden = reader.read_behind(prompts, parents, tokens, lengths)    what continues some of them
 
+    shapes  of the batches that its callers make
+
     All batches share one cache. A sequence that continues another reads that one's pages where they are; only
     the page in which it goes on is copied.
     """
 
-    def __init__(self, model: Model, taps: Taps | None = None, stop_at_layer: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        taps: Taps | None = None,
+        stop_at_layer: int | None = None,
+        *,
+        shapes: Shapes | None = None,
+    ):
         self.model, self.options = model, {"taps": taps, "stop_at_layer": stop_at_layer}
+        self.shapes = Shapes(ROWS, widths()) if shapes is None else shapes
         config, stop = model.config, stop_at_layer or model.config.num_layers
         # A cache has the layers that run, and one with attention at least, whose pages give its size.
         stop = max(stop, min(group.layers[0] for group in config.attention_groups) + 1)

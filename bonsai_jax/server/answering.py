@@ -11,12 +11,14 @@ from bonsai_jax.engine import Handle
 from bonsai_jax.engine.answers import Piece, output
 from bonsai_jax.protocols.answers import Echo, Head, Parser, Part, ServerEvent, Timings, Usage, answer
 from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.protocols.fields import MOST_LOGPROBS
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.protocols.submit import Submission, submissions, submitted
 from bonsai_jax.research.prompt_logprobs import prompt_logprobs
 from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.service import Service
 
+SHORT = 1024  # characters, or token ids, that are encoded at once
 LONGEST_REASON = 200  # characters of the engine's that a client gets
 
 log = logging.getLogger(__name__)
@@ -98,10 +100,14 @@ class Answering:
         with service.admitted(len(self.request.prompts) * self.request.n):
             timer = asyncio.get_running_loop().call_later(service.settings.timeout_s, self._expire)
             try:
-                await service.in_thread(self._encode)
                 if self.request.echo:
+                    await service.in_thread(self._encode)
                     await service.read(self._read_prompts)
-                await service.in_thread(self._submit)
+                    await service.in_thread(self._submit)
+                elif self._is_short:
+                    self._encode_and_submit()
+                else:
+                    await service.in_thread(self._encode_and_submit)
                 yield
             except RuntimeError as error:  # the engine's
                 raise _reason(error) from error
@@ -121,7 +127,12 @@ class Answering:
         every = [one.ids for one in self._submissions]
         scores: list[Any] = [None] * len(every)
         if request.logprobs is not None:
-            scores = prompt_logprobs(reader, every, request.logprobs)
+            n = request.logprobs
+            most = 1 if n <= 1 else MOST_LOGPROBS  # a program is compiled for each number
+            scores = [
+                own.replace(ids=own.ids[:, :n], top=own.top[:, :n])
+                for own in prompt_logprobs(reader, every, most)
+            ]
         for number, (prompt, ids) in enumerate(zip(request.prompts, every, strict=True)):
             text = prompt if isinstance(prompt, str) else tokenizer.decode(ids)
             self._echoes[number] = Echo(text, ids, scores[number])
@@ -133,6 +144,17 @@ class Answering:
             self._handles.append(handle)
             if self._over and handle is not None:  # `_cancel` may not have seen it
                 handle.cancel()
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether a change of threads would take longer than to encode the prompts. Templates of chats and
+        constraints may take any time."""
+        asked = self.request
+        return not asked.chat and asked.constraint is None and sum(map(len, asked.prompts)) <= SHORT
+
+    def _encode_and_submit(self) -> None:
+        self._encode()
+        self._submit()
 
     def _expire(self) -> None:
         self._expired = True

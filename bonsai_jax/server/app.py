@@ -75,9 +75,10 @@ def app(service: Service) -> Starlette:
         yield
         service.close()
 
-    posts = POSTS | {path: answering(protocol) for path, protocol in PROTOCOLS.items()}
-    routes = [Route(path, bound(endpoint), methods=["GET"]) for path, endpoint in GETS.items()]
-    routes += [Route(path, bound(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+    # The first are found first.
+    posts = {path: answering(protocol) for path, protocol in PROTOCOLS.items()} | POSTS
+    routes = [Route(path, bound(endpoint), methods=["POST"]) for path, endpoint in posts.items()]
+    routes += [Route(path, bound(endpoint), methods=["GET"]) for path, endpoint in GETS.items()]
     paths = {*GETS, *posts}
     middleware = [Middleware(Door, service, ERRORS, openai, paths)]
     if service.settings.origins:

@@ -1,4 +1,4 @@
-"""uvicorn's connections, which do not wait for ever."""
+"""uvicorn's connections, which do not wait for ever, and spend little on each part of a stream."""
 
 import asyncio
 from typing import Any
@@ -9,11 +9,31 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 HEAD_S = 20.0  # in which the head of a request must arrive
 
 
+class Chunked(h11.Connection):
+    """h11 checks each part of a body as if it were the first, which takes longer than to send it. Here parts
+    of a chunked body are only framed (RFC 9112, 7.1)."""
+
+    _is_chunked = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # pyrefly: ignore[bad-override] (its overloads)
+        if self._is_chunked and type(event) is h11.Data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        out = super().send(event)
+        self._is_chunked = (
+            isinstance(event, h11.Response) and b"\r\ntransfer-encoding: chunked" in (out or b"").lower()
+        )
+        return out
+
+
 class Connection(H11Protocol):
     """A connection that is closed when the head of a request does not arrive in time: uvicorn limits only the
     time between requests, and a head that never ends would hold its socket."""
 
     _closing: asyncio.TimerHandle | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.conn = Chunked(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

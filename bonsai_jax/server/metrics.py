@@ -45,10 +45,14 @@ class Metrics:
         self._between_s.observe(seconds / tokens)
 
     def count(self, piece: Piece) -> None:
-        self._new.inc(len(piece.tokens))
-        self._cached.inc(piece.cached_tokens)
-        if piece.steps:  # a step draws one token without speculation
-            self._accepted.inc(max(0, len(piece.tokens) - piece.steps))
+        """Called for each piece; a counter that grows by nothing is left alone, as each takes a lock."""
+        tokens = len(piece.tokens)
+        if tokens:
+            self._new.inc(tokens)
+        if piece.cached_tokens:
+            self._cached.inc(piece.cached_tokens)
+        if 0 < piece.steps < tokens:  # a step draws one token without speculation
+            self._accepted.inc(tokens - piece.steps)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -35,18 +35,24 @@ def error_response(protocol: Any, error: RequestError) -> Response:
     return json_response(protocol.error(error), error.status, headers)
 
 
-async def unless_left[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of work. If the client leaves first the work is cancelled. Raises ClientLeft."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
+async def unless_left[T](
+    receive: Receive, work: Coroutine[Any, Any, T], *signs: Coroutine[Any, Any, None]
+) -> T:
+    """The result of work. If the client leaves first the work is cancelled. Raises ClientLeft.
+
+    signs  each ends when the client does not seem to be there
+    """
+    working = asyncio.ensure_future(work)
+    leaving = [asyncio.ensure_future(sign) for sign in (_left(receive), *signs)]
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, *leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientLeft
         return working.result()
     finally:
-        for task in (working, leaving):
+        for task in (working, *leaving):
             task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        await asyncio.gather(working, *leaving, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:
@@ -65,31 +71,27 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writer = _Writer(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
-            await unless_left(receive, self._send(scope, receive, send))
+            failure = await unless_left(receive, self._written(writer), writer.stalled())
         finally:
             with contextlib.suppress(RuntimeError):  # it is being closed
                 await self._events.aclose()
+        if failure is not None:
+            await error_response(self._errors, failure)(scope, receive, send)
 
-    async def _send(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writer = _Writer(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        waking = asyncio.ensure_future(writer.keep_awake())
-        failure = None
+    async def _written(self, writer: "_Writer") -> RequestError | None:
+        """Write all events. Returns the error that came before the first of them."""
         try:
             async for events in self._events:
                 if events:
                     await writer.write(b"".join([event.encode() for event in events]))
         except RequestError as error:
-            failure = error
-        finally:
-            waking.cancel()
-            await asyncio.gather(waking, return_exceptions=True)
-        if failure is not None and not writer.started:
-            await error_response(self._errors, failure)(scope, receive, send)
-            return
-        if failure is not None:  # only comments were sent
-            await writer.write(ServerEvent(self._errors.error(failure)).encode())
+            if not writer.started:
+                return error
+            await writer.write(ServerEvent(self._errors.error(error)).encode())  # only comments were sent
         await writer.write(b"", more=False)
+        return None
 
 
 class _Writer:
@@ -97,25 +99,35 @@ class _Writer:
 
     def __init__(self, send: Send, start: dict[str, Any]):
         self._send, self._start, self.started = send, start, False
-        self._lock, self._written_at = asyncio.Lock(), time.monotonic()
+        self._lock, self._writing, self._at = asyncio.Lock(), False, time.monotonic()
 
     async def write(self, data: bytes, more: bool = True) -> None:
-        """Raises ClientLeft where nobody reads."""
-        try:
-            async with self._lock, asyncio.timeout(STALLED_S):
+        """Waits while the client does not read. Raises ClientLeft where it is gone."""
+        async with self._lock:
+            self._at, self._writing = time.monotonic(), True
+            try:
                 if not self.started:
                     self.started = True
                     await self._send(self._start)
                 await self._send({"type": "http.response.body", "body": data, "more_body": more})
-                self._written_at = time.monotonic()
-        except (TimeoutError, OSError):
-            raise ClientLeft from None
+            except OSError:
+                raise ClientLeft from None
+            self._writing = False
 
-    async def keep_awake(self) -> None:
-        """Write a comment whenever nothing else was written for a while, so that no proxy gives up."""
+    async def stalled(self) -> None:
+        """Write a comment whenever nothing else was written for a while, so that no proxy gives up. Returns
+        when the client has read nothing for STALLED_S: a timer for each write would cost more than the
+        write."""
         while True:
-            left = self._written_at + STILL_WORKING_S - time.monotonic()
-            if left <= 0:
-                await self.write(COMMENT)
+            limit = STALLED_S if self._writing else STILL_WORKING_S
+            left = self._at + limit - time.monotonic()
+            if left > 0:
+                await asyncio.sleep(min(left, STALLED_S))
+            elif self._writing:
+                return
             else:
-                await asyncio.sleep(left)
+                try:
+                    async with asyncio.timeout(STALLED_S):
+                        await self.write(COMMENT)
+                except TimeoutError:
+                    return

@@ -7,6 +7,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from bonsai_jax.server.connections import Connection
 from bonsai_jax.server.service import Service
 from bonsai_jax.server.settings import Settings
 
+SWITCH_S = 0.0005  # after which a waiting thread gets the GIL: the engine's may have a step to dispatch
 KEEP_ALIVE_S = 75  # a connection without a request: longer than clients keep theirs
 
 log = logging.getLogger("bonsai_jax.server")
@@ -102,7 +104,7 @@ def serve(
     grace_s: float = 30.0,
     tell: Callable[[str], None] = print,
 ) -> None:
-    """Serve an engine's model at a bound socket until SIGTERM or SIGINT.
+    """Serve an engine's model at a bound socket until SIGTERM or SIGINT, in a process that does nothing else.
 
     compile   compile every program at the start; requests are taken meanwhile, and wait
     grace_s   seconds that running requests have to end after the signal
@@ -121,6 +123,7 @@ def serve(
             warming.cancel()
             await asyncio.gather(warming, return_exceptions=True)
 
+    sys.setswitchinterval(SWITCH_S)
     asyncio.run(run())
 
 

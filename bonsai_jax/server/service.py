@@ -10,6 +10,7 @@ from typing import Concatenate
 from bonsai_jax.engine import Engine
 from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.protocols.submit import Defaults
+from bonsai_jax.research.batches import FEW
 from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.metrics import Metrics
 from bonsai_jax.server.settings import Settings
@@ -36,7 +37,7 @@ class Service:
             engine.most_tokens, settings.sampling, settings.max_new_tokens, settings.template, clip=True
         )
         self.body_bytes = 0
-        self._reader = Reader(engine.model)
+        self._reader = Reader(engine.model, shapes=FEW)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bonsai-jax server")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="bonsai-jax reader")
 

@@ -19,7 +19,7 @@ from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
 from bonsai_jax.engine import stored
-from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.delivery import Delivery
 from bonsai_jax.engine.scheduler import Scheduler
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.test_speculation import HYBRID, two_layers
@@ -304,7 +304,7 @@ def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch
 def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
     """The thread that dispatches competes for the GIL with the one that reads. It needs 20 ms here."""
     thread, begun, read = engine._loop.runner._thread, [], []
-    submit, tell = thread.submit, Loop._tell
+    submit, give = thread.submit, Delivery._give
 
     def slow(run):
         def later():
@@ -314,12 +314,12 @@ def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
 
         return submit(later)
 
-    def noted(self, *arguments):
-        read.append((len(begun), bool(self._flying)))
-        return tell(self, *arguments)
+    def noted(self, drawn):
+        read.append((len(begun), bool(engine._loop._flying)))
+        return give(self, drawn)
 
     monkeypatch.setattr(thread, "submit", slow)
-    monkeypatch.setattr(Loop, "_tell", noted)
+    monkeypatch.setattr(Delivery, "_give", noted)
     engine.submit(prompt(10, 43), GREEDY, max_new_tokens=80, ignore_eos=True).result(300)
     after = [count > i + 1 for i, (count, more) in enumerate(read) if more]
     assert len(after) > 2 and all(after)

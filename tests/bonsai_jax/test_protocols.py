@@ -39,9 +39,7 @@ def pieces(text: str, cuts: list[int]) -> list[Piece]:
 
 
 def chunks(events: list[ServerEvent]) -> list[dict]:
-    return [
-        json.loads(event.encode().removeprefix(b"data: ")) for event in events if isinstance(event.data, dict)
-    ]
+    return [json.loads(event.encode().removeprefix(b"data: ")) for event in events if event.data != "[DONE]"]
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -11,7 +11,7 @@ import bonsai_jax as bj
 from bonsai_jax.engine import programs
 from bonsai_jax.research import reading
 from bonsai_jax.research import score as score_module
-from bonsai_jax.research.batches import Sizes, batches
+from bonsai_jax.research.batches import FEW, Sizes, batches
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -234,6 +234,14 @@ def test_batches_have_every_item_once_and_few_shapes(sizes, padding, shapes):
     cut = list(batches(lengths, 2048, sizes))
     assert sum(rows * width for _, rows, width in cut) < padding * sum(lengths)
     assert len({shape[1:] for shape in cut}) <= shapes
+
+
+def test_strangers_who_choose_lengths_get_few_programs():
+    draw, seen = np.random.default_rng(1), set()
+    for _ in range(3000):
+        lengths = np.exp(draw.uniform(0, np.log(4096), draw.integers(1, 65))).astype(int).tolist()
+        seen |= {shape[1:] for shape in batches(lengths, 2048, FEW.widths, rows=FEW.rows)}
+    assert len(seen) <= 45 and all(rows * width <= 4096 for rows, width in seen)
 
 
 def test_sizes_are_at_least_as_large_and_little_larger():
