@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from bonsai_jax import arguments, compile_cache, forks, threads
-from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
@@ -19,6 +19,7 @@ from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan

@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float
 
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as core
@@ -39,6 +38,7 @@ from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research import answers
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 

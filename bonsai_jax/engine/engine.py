@@ -11,7 +11,6 @@ from typing import Any
 
 from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
@@ -31,6 +30,7 @@ from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import memory
 
 MOST_ANSWERS = 4096  # of one request

@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
@@ -29,6 +28,7 @@ from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
+from bonsai_jax.sampling_params import SamplingParams
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
 

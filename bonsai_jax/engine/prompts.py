@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from bonsai_jax import arguments, constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
@@ -19,6 +18,7 @@ from bonsai_jax.model import Model, check_model, check_speculate
 from bonsai_jax.network import parallel
 from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
+from bonsai_jax.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Float[Array, "T H"]
 Ids = list[int] | Float[np.ndarray, "T H"]

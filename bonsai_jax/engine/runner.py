@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from bonsai_jax import machine
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import sampling, speculation
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
@@ -34,6 +33,7 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import memory, placement
 from pallas_kernels.device import in_use, platform
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bonsai_jax import constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.sampling_params import SamplingParams
 
 MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
 MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6

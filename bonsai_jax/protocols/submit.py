@@ -10,13 +10,13 @@ import json
 from typing import Any, cast
 
 from bonsai_jax import constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.request import Request
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.answer_parser import CLOSE, OPEN
 from bonsai_jax.tokens.calls import Thought, tool_grammar
 from bonsai_jax.tokens.tokenizer import Tokenizer
