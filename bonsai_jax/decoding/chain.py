@@ -96,11 +96,15 @@ def columns(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> np
 
 def empty(rows: int, vocab_size: int, capacity: int) -> Chain:
     """Rows that use nothing, and have room for `capacity` tokens."""
-    nothing = np.zeros(rows, layout(vocab_size))
-    fields = {name: nothing[name] for name in nothing.dtype.names or () if name != "dry"}
-    own = {name: nothing["dry"][name] for name in nothing["dry"].dtype.names or ()}
-    ids = np.full((rows, capacity), dry.NONE, np.int32)
-    return Chain(**_typed(fields), drawn=np.zeros(rows, np.int32), dry=Dry(**own, ids=ids))
+    fields = unpacked(np.zeros(rows, layout(vocab_size)))
+    own = Dry(**fields.pop("dry"), ids=np.full((rows, capacity), dry.NONE, np.int32))
+    return Chain(**_typed(fields), drawn=np.zeros(rows, np.int32), dry=own)
+
+
+def unpacked(rows: np.ndarray) -> dict[str, Any]:
+    """The fields of rows of `layout`."""
+    own = {name: rows[name] for name in rows.dtype.names or ()}
+    return {name: unpacked(part) if part.dtype.names else part for name, part in own.items()}
 
 
 def with_rows(chain: Chain, fields: dict[str, Any]) -> Chain:
@@ -128,10 +132,9 @@ def sample(
     allowed: UInt32[Array, "B words"] | None = None,
 ) -> tuple[Int[Array, "B"], Sampler, Chain]:
     """sampling.sample for rows of which some use the chain. running: rows that draw."""
-    own, keys = rules(s, allowed), jax.random.key_data(s.keys)[:, :2]
+    own, keys, used = rules(s, allowed), jax.random.key_data(s.keys)[:, :2], chain.used
     logits = logits.astype(jnp.float32)
-    left, temperature = _left(chain, own, logits, positions, stop_ids, keys)
-    used = chain.used
+    left, temperature = remaining(chain, own, logits, positions, stop_ids, keys)
     tokens, seen, counts = draw(
         jnp.where(used[:, None], left, logits), _drawing(own, used, temperature), keys, positions, impl=s.impl
     )
@@ -153,10 +156,15 @@ def _drawing(own: Rules, used: Bool[Array, "B"], temperature: Float[Array, "B"])
     return own._replace(temperature=jnp.where(used, temperature, own.temperature), bias=bias, **changed)
 
 
-def _left(
-    chain: Chain, own: Rules, logits: jax.Array, positions: jax.Array, stop_ids: jax.Array, keys: jax.Array
+def remaining(
+    chain: Chain,
+    own: Rules,
+    logits: Float[Array, "B V"],
+    positions: Int[Array, "B"],
+    stop_ids: Int[Array, "B S"],
+    keys: UInt32[Array, "B 2"],
 ) -> tuple[Float[Array, "B V"], Float[Array, "B"]]:
-    """Logits of the tokens among which each row draws, and its temperature."""
+    """Logits of the tokens among which each row draws, -inf for others, and the temperature of the draw."""
     vocabulary, mirostat = logits.shape[1], chain.mirostat > 0
     penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
     unpenalized = own._replace(
@@ -166,6 +174,7 @@ def _left(
     row = jnp.arange(len(x))[:, None]
     bans = (chain.drawn < chain.min_tokens)[:, None] & (stop_ids >= 0)
     x = x.at[row, jnp.where(bans, stop_ids, vocabulary)].set(-jnp.inf, mode="drop")
+    numbers = jnp.where(x < jnp.inf, x, jnp.inf).max(-1, keepdims=True) < jnp.inf  # neither NaN nor +inf
     by_mirostat = truncations.mirostat(truncations.heated(x, own.temperature), chain.mu)
     repeats = jnp.any(chain.used & (chain.dry.multiplier > 0))
     x = jax.lax.cond(repeats, lambda x: dry.penalized(chain.dry, x, positions), lambda x: x, x)
@@ -173,8 +182,15 @@ def _left(
     heat = _temperature(chain, own, x, vocabulary - (x > -jnp.inf).sum(-1))
     x = jnp.where(own.temperature_first[:, None], truncations.heated(x, heat), x)
     x, later = _truncated(chain, own, x, _chance(keys, positions))
-    temperature = jnp.where(own.temperature_first, jnp.minimum(heat, 1.0), later)
-    return jnp.where(mirostat[:, None], by_mirostat, x), jnp.where(mirostat, 1.0, temperature)
+    temperature = jnp.where(own.temperature_first, _applied(heat), later)
+    x = jnp.where(mirostat[:, None], by_mirostat, x)
+    temperature = jnp.where(mirostat, _applied(own.temperature), temperature)
+    return jnp.where(numbers, x, jnp.nan), temperature
+
+
+def _applied(temperature: Float[Array, "B"]) -> Float[Array, "B"]:
+    """The temperature of a draw from logits that were divided by it: 1, or 0 for the likeliest."""
+    return jnp.where(temperature > 0, 1.0, 0.0)
 
 
 def _temperature(chain: Chain, own: Rules, x: jax.Array, banned: jax.Array) -> Float[Array, "B"]:

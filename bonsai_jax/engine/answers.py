@@ -141,6 +141,7 @@ class Answer:
     request   the scheduler's view of it
     reader    turns its tokens into text
     rules     how it draws (Runner.rules)
+    chain     the samplers that it uses beside them (Runner.chain), after its tokens; None: none
     remembers whether its draws depend on earlier tokens through penalties
     logprobs  the number of alternatives asked for; None: no log-probabilities
     on_piece  called with each Piece, or with the exception that ends it
@@ -153,6 +154,7 @@ class Answer:
     request: Request
     reader: Reader
     rules: np.ndarray
+    chain: np.ndarray | None
     remembers: bool
     logprobs: int | None
     on_piece: Callable[[Piece | Exception], None]

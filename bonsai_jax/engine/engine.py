@@ -26,7 +26,7 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
-from bonsai_jax.model import Model, check_model
+from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
@@ -200,6 +200,8 @@ class Engine:
             logprobs = whole("logprobs", logprobs)
         compiled_constraint(self.model, constraint, self.options.speculate)
         kind("owner", owner, str, "a name")
+        if sampling.chained:
+            check_chained(self.options.speculate)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))

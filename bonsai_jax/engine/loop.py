@@ -98,15 +98,16 @@ class Loop:
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
         """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
-        compiled."""
+        compiled, and for too many sequence breakers."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
         request = Request(ids, max_new_tokens, reusable, vectors, priority, owner)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
-        remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        answer = Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        own, request.chained = self.runner.chain(params), params.chained
+        answer = Answer(request, reader, rules, own, bool(penalized) or params.dry, logprobs, on_piece)
         if constraint is not None:
             self.constrained.begin(answer, constraint, ignore_eos)
         return answer
@@ -117,7 +118,9 @@ class Loop:
                 answer.request.ended = True
                 answer.on_piece(self.piece(answer))
                 return
-            self.runner.split()
+            self.runner.need("hidden")
+        if answer.chain is not None:
+            self.runner.need("chain")
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
@@ -170,6 +173,7 @@ class Loop:
         before = self.scheduler
         self.scheduler = self._empty_scheduler()
         self.scheduler.compiled, self.scheduler.compiled_split = before.compiled, before.compiled_split
+        self.scheduler.compiled_chained = before.compiled_chained
         for request in waiting:
             if request in self.answers:
                 self.scheduler.add(request)
@@ -213,7 +217,7 @@ class Loop:
 
     def _every_split_call(self) -> list[Call]:
         """Of each program of split steps."""
-        self.runner.split()
+        self.runner.need("hidden")
         each = (self.runner.split_padding(size, n) for size in self._sizes() for n in self._variants)
         return list({call.program: call for calls in each for call in calls}.values())
 
@@ -229,8 +233,9 @@ class Loop:
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""
-        split = self.scheduler.constrained > 0
-        (self.scheduler.compiled_split if split else self.scheduler.compiled).add(rows)
+        scheduler, split = self.scheduler, self.scheduler.constrained > 0
+        unchained = scheduler.compiled_split if split else scheduler.compiled
+        (scheduler.compiled_chained[split] if scheduler.chained else unchained).add(rows)
         self._beside_prefill = self._calls(rows)
 
     def compile_first(self) -> None:
@@ -246,8 +251,10 @@ class Loop:
     def _calls(self, size: int | tuple[int, int]) -> list[Call]:
         """Of the programs for decode of a number of rows, or of that for prefill of a shape."""
         asked = self._asked(self.answers)
-        split = self.scheduler.constrained > 0
-        return self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]
+        split, chained = self.scheduler.constrained > 0, self.scheduler.chained > 0
+        if split:
+            return self.runner.split_padding(size, asked, chained)
+        return [self.runner.padding(size, asked, chained)]
 
     def _compile_beside(self, prefill: Call) -> None:
         """Begin to compile a prefill, and then the decode programs that wait for it."""
@@ -269,6 +276,7 @@ class Loop:
 
     def _dispatch(self, plan: Plan) -> None:
         reads = list(itertools.chain(*plan.reads))
+        chains = self._chain if plan.chained else None
         for device, chunks in enumerate(plan.reads):
             for read in chunks:
                 if not read.starts or not read.first:
@@ -277,12 +285,12 @@ class Loop:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
-                    note = self.runner.dispatch(self.runner.note(alone, self._rules))
+                    note = self.runner.dispatch(self.runner.note(alone, self._rules, chains))
                     self._flying.append(Flight(plan, [], note))
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            how = plan.shape, self._rules, asked, plan.split
+            how = plan.shape, self._rules, asked, plan.split, chains
             call = self.runner.prefill(plan.reads, *how)
             self._compile_beside(call)
             drawn = self.runner.dispatch(call)
@@ -290,15 +298,16 @@ class Loop:
             self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
         if any(plan.draws):
             asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
-            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
+            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
         if plan.split and any(plan.writes):
             self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
-            drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
-            self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
+            call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
+            rows = list(numbered(plan.writes, plan.rows))
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
 
     def _remembers(self, request: Request) -> bool:
         o = self.options
@@ -306,6 +315,9 @@ class Loop:
 
     def _rules(self, request: Request) -> np.ndarray:
         return self.answers[request].rules
+
+    def _chain(self, request: Request) -> np.ndarray | None:
+        return self.answers[request].chain
 
     def _allowed(self, request: Request) -> np.ndarray | None:
         """The mask of a request's next draw; None: it has no constraint."""
@@ -324,7 +336,7 @@ class Loop:
         if not flight.rows:
             jax.block_until_ready(on_device)
             return
-        drawn, scores = jax.tree.map(parallel.fetch, on_device)
+        drawn, scores, mu = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
             self.runner.wait_until_started(self._flying[0].dispatch)
         steps, tokens = drawn[:, 0], drawn[:, 1:]
@@ -334,6 +346,8 @@ class Loop:
         for i, request in flight.rows:
             new = tokens[i][: counts[i]]
             least = self._record(request, new)
+            if mu is not None and request in self.answers and (own := self._chain(request)) is not None:
+                own["mu"] = mu[i]  # for when it is pre-empted, or reads forced tokens
             self._untold.append((request, len(new), steps[i], scores, i, least))
         self.constrained.send()
         if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
