@@ -263,8 +263,8 @@ def _chain(model: Model, cache: kv.KVCache, params: SamplingParams | Sequence[Sa
     rows, vocab_size = cache.lengths.shape[0], model.config.vocab_size
     per_row = [params] * rows if isinstance(params, SamplingParams) else params
     fields = chain.unpacked(np.stack([chain.columns(one, model.tokenizer, vocab_size) for one in per_row]))
-    new = chain.with_rows(chain.empty(rows, vocab_size, cache.capacity), fields)
-    return jax.device_put(new, may_alias=False)
+    empty = chain.empty(rows, vocab_size, cache.capacity)
+    return chain.with_rows(empty, jax.device_put(fields, may_alias=False))
 
 
 def _new_tokens(max_new_tokens: Any, rows: int) -> Int[np.ndarray, "B"]:

@@ -9,7 +9,7 @@ from bonsai_jax import arguments
 from bonsai_jax.arguments import set_field
 
 BREAKERS = ("\n", ":", '"', "*")
-LONGEST_BREAKER = 40  # bytes, of which llama.cpp ignores more
+LONGEST_BREAKER = 40  # characters; llama.cpp reads as many bytes
 MOST = 1e6  # of numbers that multiply or are added: beyond any use
 
 
@@ -147,12 +147,9 @@ def _breakers(name: str, value: Any) -> tuple[str, ...]:
     if texts is None or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"{name} is {arguments.shown(value)}; it must be a list of texts")
     for text in texts:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError:
-            size = 0  # half a character
-        if not 0 < size <= LONGEST_BREAKER:
+        halves = any("\ud800" <= character <= "\udfff" for character in text)  # of characters
+        if halves or not 0 < len(text) <= LONGEST_BREAKER:
             raise ValueError(
-                f"{name} has {arguments.shown(text)}; a text must have 1 to {LONGEST_BREAKER} bytes"
+                f"{name} has {arguments.shown(text)}; a text must have 1 to {LONGEST_BREAKER} characters"
             )
     return texts

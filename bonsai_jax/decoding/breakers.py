@@ -70,9 +70,7 @@ def _words(tokenizer: Tokenizer) -> list[bytes]:
     return [word.removeprefix(b" ") for word in words] if tokenizer.space_prefix else words
 
 
-def _breakers(
-    texts: tuple[str, ...], tokenizer: Tokenizer, words: list[bytes], vocab_size: int
-) -> Breakers:
+def _breakers(texts: tuple[str, ...], tokenizer: Tokenizer, words: list[bytes], vocab_size: int) -> Breakers:
     tails: dict[tuple[int, ...], int] = {(): 0}
     found: dict[int, set[int]] = {}  # tails of a token
     for text in (text.encode() for text in texts):

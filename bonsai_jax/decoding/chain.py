@@ -97,8 +97,9 @@ def columns(params: SamplingParams, tokenizer: Tokenizer, vocab_size: int) -> np
 def empty(rows: int, vocab_size: int, capacity: int) -> Chain:
     """Rows that use nothing, and have room for `capacity` tokens."""
     fields = unpacked(np.zeros(rows, layout(vocab_size)))
-    own = Dry(**fields.pop("dry"), ids=np.full((rows, capacity), dry.NONE, np.int32))
-    return Chain(**_typed(fields), drawn=np.zeros(rows, np.int32), dry=own)
+    fields["dry"]["ids"] = np.full((rows, capacity), dry.NONE, np.int32)
+    fields = jax.device_put(_typed(fields) | {"drawn": np.zeros(rows, np.int32)}, may_alias=False)
+    return Chain(dry=Dry(**fields.pop("dry")), **fields)
 
 
 def unpacked(rows: np.ndarray) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""The samplers between penalties and the draw, as pure functions of logits. docs/sampling.md has their formulas.
+"""The samplers between penalties and the draw, as pure functions of logits (docs/sampling.md).
 
 Logits are float32 [B, n], in any order; -inf is a token that is not drawn. Each function returns them with
--inf for the tokens that it removes, and leaves the others as they are. Parameters are [B], one for each row. Tokens with equal
-logits stay or go together, so that nothing depends on an order; llama.cpp, which sorts, keeps some of them.
+-inf for the tokens that it removes, and leaves the others as they are. Parameters are [B], one for each row.
+Tokens with equal logits stay or go together, so that nothing depends on an order; llama.cpp, which sorts,
+keeps some of them.
 """
 
 import jax

@@ -138,14 +138,18 @@ class Engine:
         """How many answers are running and waiting, and what is in the pages, at this moment."""
         return self._loop.load()
 
-    def warmup(self, progress: Progress = False, *, constraints: bool = False) -> None:
+    def warmup(
+        self, progress: Progress = False, *, constraints: bool = False, samplers: bool = False
+    ) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
         constraints  also those that run while a request has a constraint
+        samplers   also those that run while a request uses SamplingParams.chained
         progress   True: a bar on stderr; or called with executables compiled so far and in all
         Raises RuntimeError if the engine is closed meanwhile.
         """
         constraints = flag("warmup: constraints", constraints)
+        samplers = flag("warmup: samplers", samplers)
         done, failed = threading.Event(), []
 
         def counted(programs: int, total: int) -> None:
@@ -155,7 +159,7 @@ class Engine:
 
         def work():
             try:
-                self._loop.warmup(counted, constraints)
+                self._loop.warmup(counted, constraints, samplers)
             except Exception as error:
                 failed.append(error)
             done.set()

@@ -197,12 +197,20 @@ class Loop:
         self.constrained.close()
         self.runner.close()
 
-    def warmup(self, progress: Callable[[int, int], None], constraints: bool = False) -> None:
-        """Compile every program, by running it without a request. constraints: also those of split steps."""
-        self.runner.warmup(self._every_call() + (self._every_split_call() if constraints else []), progress)
-        self.scheduler.compiled.update(self._sizes())
-        if constraints:
-            self.scheduler.compiled_split.update(self._sizes())
+    def warmup(
+        self, progress: Callable[[int, int], None], constraints: bool = False, samplers: bool = False
+    ) -> None:
+        """Compile every program, by running it without a request. constraints: also those of split steps;
+        samplers: all of these once more, for pools with a chain."""
+        scheduler, sizes, calls = self.scheduler, self._sizes(), []
+        for chained in (False, True) if samplers else (False,):
+            calls += self._every_call(chained) + (self._every_split_call(chained) if constraints else [])
+        self.runner.warmup(calls, progress)
+        warm = [scheduler.compiled] + [scheduler.compiled_split] * constraints
+        if samplers:
+            warm += [scheduler.compiled_chained[split] for split in (False, True)[: 1 + constraints]]
+        for compiled in warm:
+            compiled.update(sizes)
 
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
@@ -215,10 +223,10 @@ class Loop:
         (fewest, *rows), (shortest, *shapes) = self.runner.limits.row_sizes, self.runner.limits.shapes
         return [fewest, shortest, *rows, *shapes]
 
-    def _every_split_call(self) -> list[Call]:
+    def _every_split_call(self, chained: bool) -> list[Call]:
         """Of each program of split steps."""
         self.runner.need("hidden")
-        each = (self.runner.split_padding(size, n) for size in self._sizes() for n in self._variants)
+        each = (self.runner.split_padding(size, n, chained) for size in self._sizes() for n in self._variants)
         return list({call.program: call for calls in each for call in calls}.values())
 
     @property
@@ -226,10 +234,12 @@ class Loop:
         """Of log-probabilities."""
         return [None] if self.options.logprobs is None else [None, self.options.logprobs]
 
-    def _every_call(self) -> list[Call]:
+    def _every_call(self, chained: bool = False) -> list[Call]:
         """Of each program, without any request."""
-        calls = [self.runner.padding(size, n) for size in self._sizes() for n in self._variants]
-        return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
+        if chained:
+            self.runner.need("chain")
+        calls = [self.runner.padding(size, n, chained) for size in self._sizes() for n in self._variants]
+        return calls + ([self.runner.padding(None, None, chained)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""

@@ -32,8 +32,8 @@ def step_options(
     speculate: str | None,
     sampling: Sequence[SamplingParams] = (),
 ) -> dict[str, Any]:
-    """Options of a loop's steps, of requests that draw so. Raises ValueError or TypeError for those that a generation does not support,
-    and NotImplementedError for an unknown `speculate`."""
+    """Options of a loop's steps. Raises ValueError or TypeError for those that a generation does not support,
+    and NotImplementedError for an unknown `speculate`, or one with this sampling."""
     if taps is not None:
         arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
     if logits_processor is not None:

@@ -103,7 +103,7 @@ class Runner:
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
         self._others: dict[tuple[str, ...], Programs] = {}  # by Call.parts
-        self._parts: dict[str, Any] = {}  # State.hidden and State.chain of the pool, once a request needs them
+        self._parts: dict[str, Any] = {}  # fields of the pool, once a request needs them
         pages = self._pool.cache.block_table.shape[1]
         self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)
         # By device and row: the table that self._tables has a copy of, and how many of its pages.
@@ -326,9 +326,7 @@ class Runner:
             programs.close()
         self._free()
 
-    def _columns(
-        self, reads, rows: int, layout: np.dtype, rules: Rules, chains: Chains | None
-    ) -> np.ndarray:
+    def _columns(self, reads, rows: int, layout: np.dtype, rules: Rules, chains: Chains | None) -> np.ndarray:
         """Rows of this layout without their tokens, `rows` on each device."""
         columns = np.zeros(rows * self.data, layout)
         columns["row"] = columns["begins"] = columns["saves"] = self._no_row
@@ -393,7 +391,7 @@ class Runner:
         if part == "hidden":
             return split_rows.empty(self._pool, self.model)
         shape = len(self._pool.tokens), self.model.config.vocab_size, self._pool.cache.capacity
-        return parallel.place_state(jax.device_put(chain.empty(*shape), may_alias=False), self.model.mesh)
+        return parallel.place_state(chain.empty(*shape), self.model.mesh)
 
     def _free(self) -> None:
         for array in jax.tree.leaves((self._pool, self._parts)):

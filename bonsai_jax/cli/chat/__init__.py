@@ -25,6 +25,7 @@ from bonsai_jax.cli import errors, options
 from bonsai_jax.cli.chat import commands
 from bonsai_jax.cli.chat.commands import Outcome, Session
 from bonsai_jax.cli.chat.conversation import Conversation, OnFull
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 from bonsai_jax.progress import lines_shown_by, notice
 
@@ -61,7 +62,7 @@ def command(
     ] = False,
     speculate: options.Speculate = None,
     answers: options.AnswerOptions,
-    sampling: options.SamplingOptions,
+    sampling: SamplingOptions,
     run: options.RunOptions,
     devices: options.DeviceOptions,
 ) -> None:
