@@ -85,7 +85,8 @@ class SamplingOptions:
             min=0,
             max=1,
             metavar="P",
-            help="Keep the tokens whose information is nearest to the entropy until their probabilities sum to more than P; 1: all.",
+            help="Keep the tokens whose information is nearest to the entropy until their probabilities "
+            "sum to more than P; 1: all.",
         ),
     ] = 1.0
     top_n_sigma: Annotated[
@@ -174,7 +175,8 @@ class SamplingOptions:
     mirostat: Annotated[
         Literal[0, 2],
         typer.Option(
-            help="2: Mirostat 2.0 and the temperature, in place of penalties and other samplers; 0: without it."
+            help="2: Mirostat 2.0 and the temperature, in place of penalties and other samplers; 0: "
+            "without it."
         ),
     ] = 0
     mirostat_tau: Annotated[

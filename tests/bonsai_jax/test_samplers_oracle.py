@@ -1,7 +1,7 @@
 """The samplers before the draw against llama.cpp: the probabilities from which its server draws, by setting.
 
-All settings are rows of one batch, with the logits of one prompt. A bias on each token spreads the tiny model's
-logits like those of a real one.
+All settings are rows of one batch, with the logits of one prompt. A bias on each token spreads the tiny
+model's logits like those of a real one.
 """
 
 import dataclasses
@@ -9,11 +9,12 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import chain, sampling
+from bonsai_jax.decoding import chain, sampling, truncations
 from bonsai_jax.sampling_params import SamplingParams
 from tests.bonsai_jax.llama_cpp import LlamaCpp
 from tests.bonsai_jax.test_oracle import as_file
@@ -21,13 +22,13 @@ from tests.bonsai_jax.test_oracle import as_file
 VOCAB = 512
 BIAS = {i: float(b) for i, b in enumerate(np.random.default_rng(0).normal(0, 2, VOCAB))}
 # Parts of characters: llama.cpp's server keeps them back, with their probabilities, when an answer ends.
-BIAS |= dict.fromkeys(range(94, 256), -15.0)
+PARTS = dict.fromkeys(range(94, 256), -15.0)
+BIAS |= PARTS
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 PROMPT = [306, *range(40, 52)]
 # "cd" and then "e" or "\n"; "xyz" twice; "ab" thrice. Tokens below 256 are bytes in GPT-2's order.
 REPEATS = "abcde\nxyz: xyz; abcd abcdefg\nhello xyz! ab"
-NAMES = {"temperature": "temperature", "dry_sequence_breakers": "dry_sequence_breakers"}
-# llama.cpp's default order, without what we call by another name or that has no switch.
+# llama.cpp's order of samplers for our `temperature_first`.
 FIRST = ["penalties", "dry", "top_n_sigma", "temperature", "top_k", "typ_p", "top_p", "min_p", "xtc"]
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -73,6 +74,7 @@ REPETITIONS: dict[str, dict[str, Any]] = {
     "dry, large": DRY | {"dry_base": 1e6, "dry_multiplier": 5.0, "dry_allowed_length": 1},
     "dry and a penalty": DRY | {"repetition_penalty": 1.2, "typical_p": 0.9},
 }
+WITHOUT_EFFECT = ("dry in too few", "dry of long ones")
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def asked(params: SamplingParams) -> dict[str, Any]:
         own["dry_sequence_breakers"] = ["\u2603"]
     if params.temperature_first:
         own["samplers"] = FIRST
-    return own | {"logit_bias": [[i, b] for i, b in BIAS.items()], "cache_prompt": True, "seed": 1}
+    return own | {"logit_bias": [[i, b] for i, b in params.logit_bias.items()], "cache_prompt": True, "seed": 1}
 
 
 def drawn(oracle: LlamaCpp, prompt: list[int], params: SamplingParams, n: int = 1) -> list[Any]:
@@ -112,15 +114,11 @@ def drawn(oracle: LlamaCpp, prompt: list[int], params: SamplingParams, n: int = 
 
 @functools.partial(jax.jit, static_argnames="rows")
 def left(own, s, logits, length, rows):
-    import jax.numpy as jnp
-
     repeated = jnp.broadcast_to(logits, (rows, VOCAB))
     lengths, stops = jnp.full(rows, length), jnp.full((rows, 1), -1)
     keys = jax.random.key_data(s.keys)[:, :2]
     x, temperature = chain.remaining(own, sampling.rules(s), repeated, lengths, stops, keys)
-    from bonsai_jax.decoding.truncations import heated
-
-    return jax.nn.softmax(heated(x, temperature))
+    return jax.nn.softmax(truncations.heated(x, temperature))
 
 
 def probabilities(model, prompt: list[int], each: list[SamplingParams], **changed: Any) -> np.ndarray:
@@ -134,9 +132,9 @@ def probabilities(model, prompt: list[int], each: list[SamplingParams], **change
     return np.asarray(left(own, s, bj.logits(model, prompt)[-1], len(prompt), rows))
 
 
-def compare(got: np.ndarray, want: np.ndarray) -> None:
-    assert set(np.flatnonzero(got)) == set(np.flatnonzero(want))
-    np.testing.assert_allclose(got, want, atol=2e-5)
+def compare(name: str, got: np.ndarray, want: np.ndarray) -> None:
+    assert set(np.flatnonzero(got)) == set(np.flatnonzero(want)), name
+    np.testing.assert_allclose(got, want, atol=3e-6, err_msg=name)
 
 
 def test_every_sampler_leaves_llama_cpp_s_probabilities(both):
@@ -145,7 +143,32 @@ def test_every_sampler_leaves_llama_cpp_s_probabilities(both):
     got = probabilities(model, PROMPT, each)
     for name, params, own in zip(SETTINGS, each, got, strict=True):
         ((_, want),) = drawn(oracle, PROMPT, params)
-        try:
-            compare(own, want)
-        except AssertionError as error:
-            raise AssertionError(name) from error
+        compare(name, own, want)
+
+
+def test_dry_leaves_llama_cpp_s_probabilities(both):
+    """llama.cpp adds biases before penalties, and we after them: the row with both has none on what
+    is repeated."""
+    model, oracle = both
+    prompt = model.tokenizer.encode(REPEATS)
+    bias = BIAS | dict.fromkeys(range(64, 92), 6.0)  # so that a penalty shows
+    each = [SamplingParams(**OFF, logit_bias=bias)]
+    for change in REPETITIONS.values():
+        own = PARTS if "repetition_penalty" in change else bias
+        each.append(SamplingParams(**OFF | change, logit_bias=own))
+    plain, *got = probabilities(model, prompt, each)
+    for name, params, own in zip(REPETITIONS, each[1:], got, strict=True):
+        ((_, want),) = drawn(oracle, prompt, params)
+        compare(name, own, want)
+        assert (np.abs(own - plain).max() > 1e-5) == (name not in WITHOUT_EFFECT), name
+
+
+def test_mirostat_s_limit_follows_llama_cpp_s_tokens(both):
+    model, oracle = both
+    params = SamplingParams(**OFF | SETTINGS["mirostat"], logit_bias=BIAS)
+    prompt, mu = list(PROMPT), 2 * params.mirostat_tau
+    for token, want in drawn(oracle, PROMPT, params, 6):
+        (got,) = probabilities(model, prompt, [params], mu=jnp.float32([mu]))
+        compare(f"after {prompt[len(PROMPT) :]}", got, want)
+        mu -= params.mirostat_eta * (-np.log2(want[token]) - params.mirostat_tau)
+        prompt.append(token)
