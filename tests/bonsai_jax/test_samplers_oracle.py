@@ -67,10 +67,10 @@ REPETITIONS: dict[str, dict[str, Any]] = {
     "dry of any": DRY | {"dry_allowed_length": 0, "dry_multiplier": 0.1},
     "dry of long ones": DRY | {"dry_allowed_length": 3},
     "dry without breakers": DRY | {"dry_sequence_breakers": ()},
-    "dry in few tokens": DRY | {"dry_penalty_last_n": 12},
+    "dry in few tokens": DRY | {"dry_penalty_last_n": 20},
     "dry in too few": DRY | {"dry_penalty_last_n": 2},
     "dry with a text": DRY | {"dry_sequence_breakers": ("yz! ",), "dry_allowed_length": 1},
-    "dry with texts": DRY | {"dry_sequence_breakers": ("hello", "z! a", "z! ab"), "dry_allowed_length": 1},
+    "dry with texts": DRY | {"dry_sequence_breakers": ("hello", "z!", "z! a"), "dry_allowed_length": 1},
     "dry, large": DRY | {"dry_base": 1e6, "dry_multiplier": 5.0, "dry_allowed_length": 1},
     "dry and a penalty": DRY | {"repetition_penalty": 1.2, "typical_p": 0.9},
 }
@@ -94,7 +94,11 @@ def asked(params: SamplingParams) -> dict[str, Any]:
         own["dry_sequence_breakers"] = ["\u2603"]
     if params.temperature_first:
         own["samplers"] = FIRST
-    return own | {"logit_bias": [[i, b] for i, b in params.logit_bias.items()], "cache_prompt": True, "seed": 1}
+    return own | {
+        "logit_bias": [[i, b] for i, b in params.logit_bias.items()],
+        "cache_prompt": True,
+        "seed": 1,
+    }
 
 
 def drawn(oracle: LlamaCpp, prompt: list[int], params: SamplingParams, n: int = 1) -> list[Any]:
