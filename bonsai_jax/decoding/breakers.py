@@ -72,19 +72,19 @@ def _words(tokenizer: Tokenizer) -> list[bytes]:
 
 def _breakers(texts: tuple[str, ...], tokenizer: Tokenizer, words: list[bytes], vocab_size: int) -> Breakers:
     tails: dict[tuple[int, ...], int] = {(): 0}
-    found: dict[int, set[int]] = {}  # tails of a token
+    own_tails: dict[int, set[int]] = {}  # of each token that has some
     for text in (text.encode() for text in texts):
         numbers = {0: 0} | {
             at: tails.setdefault(tail, len(tails)) for at, tail in _tails(text, tokenizer).items()
         }
         for id, word in enumerate(words[:vocab_size]):
             if text[:1] in word:
-                found.setdefault(id, set()).update(
+                own_tails.setdefault(id, set()).update(
                     numbers[at] for at in _overlaps(word, text) if at in numbers
                 )
     sets: dict[frozenset[int], int] = {frozenset(): 0}
     classes = np.zeros(vocab_size, np.int64)
-    for id, own in found.items():
+    for id, own in own_tails.items():
         classes[id] = sets.setdefault(frozenset(own), len(sets))
     if len(tails) > TAILS or len(sets) > CLASSES:
         raise ValueError(

@@ -140,7 +140,7 @@ def _since_breaker(
         return jnp.where(head & same & (ago >= length), jnp.maximum(longest, length), longest)
 
     longest = jax.lax.fori_loop(0, used.max(), with_tail, jnp.full(back.shape, NONE))
-    found = (longest != NONE) & (ago < window[:, None])
-    at = found.argmax(1)[:, None]
+    breaks = (longest != NONE) & (ago < window[:, None])
+    at = breaks.argmax(1)[:, None]
     since = at - jnp.take_along_axis(longest, at, 1)
-    return jnp.where(found.any(1), since[:, 0], window)
+    return jnp.where(breaks.any(1), since[:, 0], window)
