@@ -15,7 +15,7 @@ from pallas_kernels.sampling.reference import sortable, threshold
 LEAST = 1e-30  # of a sum that the likeliest token reaches alone
 
 
-def kept(logits: Float[Array, "B n"], keep: Bool[Array, "B n"]) -> Float[Array, "B n"]:
+def only(logits: Float[Array, "B n"], keep: Bool[Array, "B n"]) -> Float[Array, "B n"]:
     """The logits of these tokens alone."""
     return jnp.where(keep, logits, -jnp.inf)
 
@@ -40,14 +40,14 @@ def top_n_sigma(logits: Float[Array, "B n"], n: Float[Array, "B"]) -> Float[Arra
     mean = jnp.where(finite, logits, 0.0).sum(-1, keepdims=True) / count
     sigma = jnp.sqrt(jnp.where(finite, (logits - mean) ** 2, 0.0).sum(-1, keepdims=True) / count)
     least = logits.max(-1, keepdims=True) - n[:, None] * sigma
-    return kept(logits, (logits >= least) | (n <= 0)[:, None])
+    return only(logits, (logits >= least) | (n <= 0)[:, None])
 
 
 def top_k(logits: Float[Array, "B n"], k: Int[Array, "B"]) -> Float[Array, "B n"]:
     """Keep the k likeliest, and those tied with the k-th. k = 0: all."""
     order = sortable(logits)
     kth = threshold(order, jnp.ones_like(logits), jnp.where(k > 0, k, logits.shape[1]).astype(jnp.float32))
-    return kept(logits, order >= kth[:, None])
+    return only(logits, order >= kth[:, None])
 
 
 def typical(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "B n"]:
@@ -60,7 +60,7 @@ def typical(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "
     beyond = jnp.nextafter(p, jnp.float32(2))  # a sum of p is not more than p
     order = sortable(-distance)
     furthest = threshold(order, jnp.exp(log_p), beyond)
-    return kept(logits, (order >= furthest[:, None]) | (p >= 1)[:, None])
+    return only(logits, (order >= furthest[:, None]) | (p >= 1)[:, None])
 
 
 def top_p(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "B n"]:
@@ -71,7 +71,7 @@ def top_p(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "B 
     probabilities = jnp.exp(log_probabilities(logits))
     order = sortable(logits)
     least = threshold(order, probabilities, jnp.maximum(p * probabilities.sum(-1), LEAST))
-    return kept(logits, (order >= least[:, None]) | (p >= 1)[:, None])
+    return only(logits, (order >= least[:, None]) | (p >= 1)[:, None])
 
 
 def min_p(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "B n"]:
@@ -80,7 +80,7 @@ def min_p(logits: Float[Array, "B n"], p: Float[Array, "B"]) -> Float[Array, "B 
     Nguyen et al. 2024, arXiv:2407.01082.
     """
     relative = jnp.exp(logits - logits.max(-1, keepdims=True))
-    return kept(logits, relative >= p[:, None])
+    return only(logits, relative >= p[:, None])
 
 
 def xtc(
@@ -97,7 +97,7 @@ def xtc(
     above = jnp.exp(log_probabilities(logits)) >= least[:, None]
     last = jnp.where(above, logits, jnp.inf).min(-1, keepdims=True)
     happens = (probability > 0) & (least <= 0.5) & (chance <= probability)
-    return kept(logits, ~(above & (logits > last) & happens[:, None]))
+    return only(logits, ~(above & (logits > last) & happens[:, None]))
 
 
 def mirostat(logits: Float[Array, "B n"], mu: Float[Array, "B"]) -> Float[Array, "B n"]:
@@ -106,14 +106,14 @@ def mirostat(logits: Float[Array, "B n"], mu: Float[Array, "B"]) -> Float[Array,
     Basu et al. 2021, arXiv:2007.14966, algorithm 2.
     """
     surprise = -log_probabilities(logits) / jnp.log(2.0)
-    return kept(logits, (surprise <= mu[:, None]) | (logits == logits.max(-1, keepdims=True)))
+    return only(logits, (surprise <= mu[:, None]) | (logits == logits.max(-1, keepdims=True)))
 
 
 def heated(logits: Float[Array, "B n"], temperature: Float[Array, "B"]) -> Float[Array, "B n"]:
     """logits / temperature; at 0 the largest alone."""
     greedy = (temperature <= 0)[:, None]
     hot = logits / jnp.where(greedy, 1.0, temperature[:, None])
-    return jnp.where(greedy, kept(logits, logits == logits.max(-1, keepdims=True)), hot)
+    return jnp.where(greedy, only(logits, logits == logits.max(-1, keepdims=True)), hot)
 
 
 def dynamic_temperature(
