@@ -106,8 +106,10 @@ class Loop:
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        own, request.chained = self.runner.chain(params), params.chained
-        answer = Answer(request, reader, rules, own, bool(penalized) or params.dry, logprobs, on_piece)
+        request.chained, chained = params.chained, params if params.chained else None
+        if chained is not None:
+            self.runner.chain(chained)
+        answer = Answer(request, reader, rules, chained, bool(penalized) or params.dry, logprobs, on_piece)
         if constraint is not None:
             self.constrained.begin(answer, constraint, ignore_eos)
         return answer
@@ -119,7 +121,7 @@ class Loop:
                 answer.on_piece(self.piece(answer))
                 return
             self.runner.need("hidden")
-        if answer.chain is not None:
+        if answer.chained is not None:
             self.runner.need("chain")
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
@@ -327,7 +329,8 @@ class Loop:
         return self.answers[request].rules
 
     def _chain(self, request: Request) -> np.ndarray | None:
-        return self.answers[request].chain
+        answer = self.answers[request]
+        return None if answer.chained is None else self.runner.chain(answer.chained, answer.mu)
 
     def _allowed(self, request: Request) -> np.ndarray | None:
         """The mask of a request's next draw; None: it has no constraint."""
@@ -356,8 +359,8 @@ class Loop:
         for i, request in flight.rows:
             new = tokens[i][: counts[i]]
             least = self._record(request, new)
-            if mu is not None and request in self.answers and (own := self._chain(request)) is not None:
-                own["mu"] = mu[i]  # for when it is pre-empted, or reads forced tokens
+            if mu is not None and (answer := self.answers.get(request)) is not None:
+                answer.mu = float(mu[i])  # for when it is pre-empted, or reads forced tokens
             self._untold.append((request, len(new), steps[i], scores, i, least))
         self.constrained.send()
         if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone

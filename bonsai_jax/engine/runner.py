@@ -121,12 +121,13 @@ class Runner:
         rules["stop_ids"][: len(stop_ids)] = stop_ids
         return rules
 
-    def chain(self, params: SamplingParams) -> np.ndarray | None:
-        """The samplers of a request before its first token, in the layout of its chunks (chain.layout); None:
-        it uses none. Raises ValueError for too many sequence breakers."""
-        if not params.chained:
-            return None
-        return chain.columns(params, self.model.tokenizer, self.model.config.vocab_size)
+    def chain(self, params: SamplingParams, mu: float | None = None) -> np.ndarray:
+        """The samplers of a request, in the layout of its chunks (chain.layout). mu: Mirostat's limit; None:
+        before the first token. Raises ValueError for too many sequence breakers."""
+        row = chain.columns(params, self.model.tokenizer, self.model.config.vocab_size)
+        if mu is not None:
+            row["mu"] = mu
+        return row
 
     @property
     def shares(self) -> bool:
