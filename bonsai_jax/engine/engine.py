@@ -149,7 +149,8 @@ class Engine:
         Raises RuntimeError if the engine is closed meanwhile.
         """
         constraints = flag("warmup: constraints", constraints)
-        samplers = flag("warmup: samplers", samplers)
+        if samplers := flag("warmup: samplers", samplers):
+            check_chained(self.options.speculate)
         done, failed = threading.Event(), []
 
         def counted(programs: int, total: int) -> None:

@@ -17,6 +17,7 @@ import bonsai_jax as bj
 from bonsai_jax.cli import app
 from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.decoding import breakers, chain, dry, jitted, sampling, truncations
+from bonsai_jax.engine import programs
 from bonsai_jax.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.submit import Defaults, submissions, submitted
@@ -291,6 +292,18 @@ def test_a_constraint_bans_tokens_before_the_samplers(engine):
     assert len({output.text for output in outputs}) == 3
 
 
+@pytest.mark.slow
+def test_warmup_compiles_programs_for_samplers():
+    with bj.Engine(tiny(), max_batch_size=1, context=64, prefill_tokens=32, pages=8) as engine:
+        engine.warmup(constraints=True, samplers=True)
+        scheduler, before = engine._loop.scheduler, len(programs.compiled)
+        assert scheduler.compiled_chained[False] == scheduler.compiled_chained[True] == scheduler.compiled
+        for must in (None, bj.choice(["a", "b"])):
+            how = {"max_new_tokens": 4, "constraint": must}
+            engine.submit([1, 2, 3], SamplingParams(mirostat=2), **how).result(60)
+        assert len(programs.compiled) == before
+
+
 def test_an_engine_that_speculates_says_that_it_has_no_samplers():
     mirostat = SamplingParams(mirostat=2)
     error = r"mirostat with speculate='ngram'; leave speculate or these out"
@@ -298,11 +311,11 @@ def test_an_engine_that_speculates_says_that_it_has_no_samplers():
         bj.generate(tiny(), "x", sampling=[mirostat], speculate="ngram")
     with pytest.raises(NotImplementedError, match=error):
         bj.new_state(tiny(), 1, 32, mirostat, 4, speculate="ngram")
-    with (
-        bj.Engine(tiny(), **SHAPE, speculate="ngram") as speculating,
-        pytest.raises(NotImplementedError, match=error),
-    ):
-        speculating.submit("x", mirostat)
+    with bj.Engine(tiny(), **SHAPE, speculate="ngram") as speculating:
+        with pytest.raises(NotImplementedError, match=error):
+            speculating.submit("x", mirostat)
+        with pytest.raises(NotImplementedError, match=error):
+            speculating.warmup(samplers=True)
 
 
 def test_a_state_with_samplers_goes_on_from_its_file(tmp_path):
