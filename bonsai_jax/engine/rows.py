@@ -195,9 +195,10 @@ def decode(
     columns   the row's number, beyond all rows for padding; most steps, the same for all; where the pool has
               a chain, 1 for a row that uses it; the row's pages
     """
-    rows, limit, pages = columns[:, 0], columns[0, 1], columns[:, 2 + (pool.chain is not None) :]
+    first = 2 + (pool.chain is not None)
+    rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, first:])
     remembers = rows_remember(pool, rows, logits_processor)
-    state = take(pool, rows, jax.lax.optimization_barrier(pages), remembers)
+    state = take(pool, rows, table, remembers)
     state = only_chained(state, columns, 2)
     state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:

@@ -90,8 +90,8 @@ def draw(
               it; the words of its mask, as steps.draw has them
     The result has size 1. What mixers store is not in the state that a logits_processor sees.
     """
-    rows, words = columns[:, 0], columns[:, 1 + (pool.chain is not None) :]
-    words = jax.lax.optimization_barrier(words)
+    first = 1 + (pool.chain is not None)
+    rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, first:])
     allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
     remembers = whole.rows_remember(pool, rows, logits_processor)
     state = _only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
