@@ -279,7 +279,8 @@ def test_end_tokens_are_banned_until_an_answer_has_min_tokens(engine, least, end
     assert (len(output.tokens), output.finish_reason) == (least, end)
     if least == 5:
         (same,) = bj.generate(tiny(), [prompt(9, 60)], sampling=params, max_new_tokens=MOST)
-        assert same.tokens == output.tokens
+        pieces = bj.stream(tiny(), prompt(9, 60), sampling=params, max_new_tokens=MOST)
+        assert same.tokens == output.tokens == [token for piece in pieces for token in piece.tokens]
 
 
 def test_a_constraint_bans_tokens_before_the_samplers(engine):
