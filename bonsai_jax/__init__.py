@@ -29,7 +29,7 @@ for _name in ("checkpoints", "pallas_kernels"):
         )
 
 if TYPE_CHECKING:
-    from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+    from bonsai_jax.config import ModelConfig, RunConfig
     from bonsai_jax.constraints import Constraint, choice, grammar, json_object, json_schema, regex
     from bonsai_jax.decoding import jitted
     from bonsai_jax.decoding.checks import checked
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from bonsai_jax.research.embeddings import embed_texts
     from bonsai_jax.research.harvest import Harvested, harvest
     from bonsai_jax.research.score import Score, score
+    from bonsai_jax.sampling_params import SamplingParams
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import compile_ahead, generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -68,7 +69,8 @@ _HOMES = {
     "bonsai_jax.network.cache": ("KVCache",),
     "bonsai_jax.decoding.checks": ("checked",),
     "bonsai_jax.constraints": ("Constraint", "choice", "grammar", "json_object", "json_schema", "regex"),
-    "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
+    "bonsai_jax.config": ("ModelConfig", "RunConfig"),
+    "bonsai_jax.sampling_params": ("SamplingParams",),
     "bonsai_jax.decoding.steps": (
         *("decode", "extend", "forward", "generate_tokens", "hidden_states", "prefill", "start", "step"),
     ),

@@ -3,7 +3,7 @@ Python numbers. Their errors begin with the argument's name."""
 
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST = 2**31 - 1  # what an int32 holds
@@ -95,6 +95,12 @@ def integers(name: str, value: Any) -> Any:
     if out.dtype.kind not in "iu":
         raise TypeError(f"{name} are {out.dtype}; expected whole numbers")
     return out
+
+
+def set_field(config: Any, name: str, check: Callable[..., Any], *bounds: Any) -> None:
+    """Set a field of a frozen config to what one of these checks makes of it."""
+    value = check(f"{type(config).__name__}: {name}", getattr(config, name), *bounds)
+    object.__setattr__(config, name, value)
 
 
 def shown(value: Any) -> str:

@@ -1,9 +1,9 @@
-"""Three configurations by lifetime: the model file's, this process's, this request's. All frozen."""
+"""Two configurations by lifetime: the model file's and this process's. Those of a request are SamplingParams
+(sampling_params.py). All frozen."""
 
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
@@ -268,80 +268,8 @@ class RunConfig:
             "all_reduce": get_args(choices.AllReduce),
             "cache_dtype": (*get_args(choices.CacheDtype), None),
         }.items():
-            _set(self, name, arguments.one_of, values)
-        _set(self, "draft", arguments.flag)
-        _set(self, "page_size", arguments.whole, 1, 2**20)
-        _set(self, "context", arguments.whole)
-        _set(self, "batch_size", arguments.whole)
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingParams:
-    """How the tokens of one request are drawn. Numbers are traced: changing them does not recompile.
-
-    Applied in this order (llama.cpp's): penalties and bias, top-k, top-p, min-p, temperature, draw; or with
-    the temperature before top-k (that of OpenAI-style servers).
-
-    temperature         0: always the most likely token, and the truncations below do not matter
-    top_k               keep the k most likely tokens (and those tied with the k-th); 0: all
-    top_p               keep the fewest most likely tokens whose probabilities sum to p or more; 1: all
-    min_p               keep tokens at least min_p times as likely as the likeliest; 0: all
-    temperature_first   probabilities of top_p and min_p are those at this temperature, not at 1
-    repetition_penalty  logits of tokens in prompt or answer are divided (if positive) or multiplied by it
-    presence_penalty    subtracted from the logits of tokens in the answer; 0: none
-    frequency_penalty   the same, times their count; 0: none
-    logit_bias          {token id: added to its logit}
-    seed                of which the last 32 bits count; None: drawn from the operating system. Prompts of one
-                        call with one SamplingParams get seed, seed + 1, ...
-    Raises ValueError for a value out of these ranges; it names the field.
-    """
-
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    temperature_first: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    seed: int | None = None
-
-    def __post_init__(self):
-        _set(self, "temperature", arguments.number, 0)
-        _set(self, "top_k", arguments.whole)
-        _set(self, "top_p", arguments.number, 0, 1)
-        _set(self, "min_p", arguments.number, 0, 1)
-        _set(self, "temperature_first", arguments.flag)
-        _set(self, "repetition_penalty", arguments.number)
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _set(self, name, arguments.number, -(10**6), 10**6)
-        if self.seed is not None:
-            _set(self, "seed", arguments.any_whole)
-        _set(self, "logit_bias", _biases)
-
-
-def _set(config: Any, name: str, check: Callable[..., Any], *bounds: Any) -> None:
-    """Set a field of a frozen config to what a check of arguments.py makes of it."""
-    value = check(f"{type(config).__name__}: {name}", getattr(config, name), *bounds)
-    object.__setattr__(config, name, value)
-
-
-def _biases(name: str, value: Any) -> dict[int, float]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {arguments.shown(value)}; give {{token id: bias}}")
-    biases = {}
-    for token, bias in value.items():
-        try:
-            token, bias = arguments.whole("", token), arguments.number("", bias)
-        except ValueError:
-            bias = math.inf
-        if bias == math.inf:  # -inf bans a token; +inf gives no distribution
-            pair = f"{arguments.shown(token)}: {arguments.shown(value[token])}"
-            raise ValueError(f"{name} has {pair}; expected a token id and a number")
-        biases[token] = bias
-    return biases
+            arguments.set_field(self, name, arguments.one_of, values)
+        arguments.set_field(self, "draft", arguments.flag)
+        arguments.set_field(self, "page_size", arguments.whole, 1, 2**20)
+        arguments.set_field(self, "context", arguments.whole)
+        arguments.set_field(self, "batch_size", arguments.whole)

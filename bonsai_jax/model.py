@@ -11,14 +11,15 @@ import numpy as np
 from jaxtyping import Int
 
 from bonsai_jax import arguments, compile_cache, forks, threads
-from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
-from bonsai_jax.decoding import proposers, speculation
+from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.decoding import chain, proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
@@ -226,6 +227,9 @@ def start_state(
         jax.device_put(np.array([stop_ids or [core.NO_TOKEN]] * rows, np.int32), may_alias=False),
         jax.device_put(_new_tokens(max_new_tokens, rows), may_alias=False),
     )
+    if any(one.chained for one in ([params] if isinstance(params, SamplingParams) else params)):
+        check_chained(speculate)
+        state = state.replace(chain=_chain(model, cache, params))
     if speculate is not None:
         check_speculate(model, speculate)
         device_rows = rows // placement.size(model.mesh, placement.DATA)
@@ -243,6 +247,24 @@ def check_speculate(model: Model, speculate: str) -> None:
         raise ValueError(
             f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
         )
+
+
+def check_chained(speculate: str | None) -> None:
+    """Raise NotImplementedError for SamplingParams.chained where steps speculate."""
+    if speculate is not None:
+        raise NotImplementedError(
+            f"SamplingParams: min_tokens, DRY, top_n_sigma, typical_p, XTC, dynatemp_range and mirostat with "
+            f"speculate={speculate!r}; leave speculate or these out"
+        )
+
+
+def _chain(model: Model, cache: kv.KVCache, params: SamplingParams | Sequence[SamplingParams]) -> chain.Chain:
+    """The chain of fresh rows over a cache."""
+    rows, vocab_size = cache.lengths.shape[0], model.config.vocab_size
+    per_row = [params] * rows if isinstance(params, SamplingParams) else params
+    fields = chain.unpacked(np.stack([chain.columns(one, model.tokenizer, vocab_size) for one in per_row]))
+    empty = chain.empty(rows, vocab_size, cache.capacity)
+    return chain.with_rows(empty, jax.device_put(fields, may_alias=False))
 
 
 def _new_tokens(max_new_tokens: Any, rows: int) -> Int[np.ndarray, "B"]:

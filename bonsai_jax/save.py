@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 
 from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.decoding.chain import Chain
+from bonsai_jax.decoding.dry import Dry
 from bonsai_jax.decoding.sampling import Sampler, kernel
 from bonsai_jax.decoding.state import Speculation, State
 from bonsai_jax.model import Model, check_model
@@ -100,6 +102,9 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         if "speculation" in fields:
             how = {"proposer": metadata["proposer"], "width": int(metadata["speculation_width"])}
             fields["speculation"] = _speculation(path, fields["speculation"], how, model)
+        if "chain" in fields:
+            own = fields["chain"]
+            fields["chain"] = Chain(**own | {"dry": Dry(**own["dry"])})
         state = State(cache=cache, sampler=sampler, **fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: this state lacks a field, or has one too many: {error}") from error

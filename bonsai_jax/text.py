@@ -9,7 +9,6 @@ from typing import Any, cast
 import numpy as np
 from jaxtyping import Float
 
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as core
@@ -39,6 +38,7 @@ from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.research import answers
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
@@ -90,12 +90,12 @@ def generate(
     Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
     where no token can be drawn, because logits are NaN or infinite or every token is banned, and for a
     constraint that cannot be compiled; NotImplementedError for a `speculate` that has no file in proposers/,
-    and for `speculate` with a constraint.
+    and for `speculate` with a constraint or with SamplingParams.chained.
     """
     check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
-    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    options = step_options(model, taps, logits_processor, logprobs, speculate, per_row)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     constraints = each_constraint(model, constraint, len(ids), speculate)
     pieces: list[list[Any]] = [[] for _ in ids]
@@ -137,11 +137,12 @@ def stream(
     string comes with a later piece, once it is known not to be.
     """
     ids = encode(model, prompt)
-    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    checked_sampling(sampling)
+    options = step_options(model, taps, logits_processor, logprobs, speculate, [sampling])
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
     compiled = compiled_constraint(model, constraint, speculate)
-    request = ids, checked_sampling(sampling), compiled, _taking(pieces)
+    request = ids, sampling, compiled, _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
@@ -175,10 +176,10 @@ def compile_ahead(
     """
     check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
-    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    per_row = each_sampling(sampling, len(ids))
+    options = step_options(model, taps, logits_processor, logprobs, speculate, per_row)
     how = answer_options(max_new_tokens, (), False) | {"logprobs": options["logprobs"]}
     constraints = each_constraint(model, constraint, len(ids), speculate)
-    per_row = each_sampling(sampling, len(ids))
     requests = [(*each, _taking([])) for each in zip(ids, per_row, constraints, strict=True)]
     if not requests:
         return

@@ -6,13 +6,13 @@ from typing import Any
 
 from bonsai_jax.batch.lines import PROTOCOLS, Line, Needs
 from bonsai_jax.batch.results import answered, failed
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.answers import Output
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.answers import Head, Usage, answer
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.submit import Defaults, submissions, submitted
+from bonsai_jax.sampling_params import SamplingParams
 
 WAIT_S = 0.5  # of the Engine: answers are not streamed, so a dispatch may have many steps
 

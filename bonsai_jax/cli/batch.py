@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bonsai_jax.cli import options, text
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def command(
     ] = None,
     data_parallel: options.DataParallel = 1,
     as_json: options.Json = False,
-    sampling: options.SamplingOptions,
+    sampling: SamplingOptions,
     run: options.RunOptions,
     devices: options.DeviceOptions,
 ) -> None:

@@ -28,7 +28,8 @@ def one_line(error: BaseException, parameters: Iterable[Any]) -> str:
 
 
 def _flags(parameters: Iterable[Any]) -> dict[str, str]:
-    from bonsai_jax.config import RunConfig, SamplingParams
+    from bonsai_jax.config import RunConfig
+    from bonsai_jax.sampling_params import SamplingParams
 
     names = {field.name for config in (RunConfig, SamplingParams) for field in dataclasses.fields(config)}
     names |= {"max_new_tokens", "stop"}

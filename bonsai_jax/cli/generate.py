@@ -10,6 +10,7 @@ import typer
 
 from bonsai_jax.cli import options, streamed, text, thoughts
 from bonsai_jax.cli.figures import CompileClock, Figures, summary
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def command(
     as_json: options.Json = False,
     answers: options.AnswerOptions,
     constraints: options.ConstraintOptions,
-    sampling: options.SamplingOptions,
+    sampling: SamplingOptions,
     run: options.RunOptions,
     devices: options.DeviceOptions,
     processes: options.ProcessOptions,

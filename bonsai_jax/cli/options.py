@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from jax.sharding import Mesh
 
-    from bonsai_jax import Constraint, Model, RunConfig, SamplingParams
+    from bonsai_jax import Constraint, Model, RunConfig
     from checkpoints import Checkpoint
 
 
@@ -211,79 +211,6 @@ class ProcessOptions:
         jax.distributed.initialize(self.coordinator, self.num_processes, self.process_id)
         if jax.process_index():
             sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the process ends
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingOptions:
-    """How tokens are drawn: the fields of SamplingParams."""
-
-    temperature: Annotated[
-        float,
-        typer.Option("--temp", min=0, metavar="T", help="Temperature; 0: always the most likely token."),
-    ] = 0.8
-    top_k: Annotated[
-        int, typer.Option("--top-k", min=0, metavar="K", help="Keep the k most likely tokens; 0: all.")
-    ] = 40
-    top_p: Annotated[
-        float,
-        typer.Option(
-            "--top-p",
-            min=0,
-            max=1,
-            metavar="P",
-            help="Keep the most likely tokens until their probabilities sum to P; 1: all.",
-        ),
-    ] = 0.95
-    min_p: Annotated[
-        float,
-        typer.Option(
-            "--min-p",
-            min=0,
-            max=1,
-            metavar="P",
-            help="Keep tokens at least P times as likely as the most likely one; 0: all.",
-        ),
-    ] = 0.05
-    temperature_first: Annotated[
-        bool,
-        typer.Option("--temperature-first", help="Apply --temp before --top-p and --min-p, not after them."),
-    ] = False
-    repetition_penalty: Annotated[
-        float,
-        typer.Option(
-            "--repeat-penalty",
-            metavar="X",
-            help="Divides the logits of tokens in the prompt or the answer; 1: no penalty.",
-        ),
-    ] = 1.0
-    presence_penalty: Annotated[
-        float,
-        typer.Option(
-            "--presence-penalty",
-            metavar="X",
-            help="Subtracted from the logits of tokens in the answer; 0: no penalty.",
-        ),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        typer.Option(
-            "--frequency-penalty",
-            metavar="X",
-            help="Subtracted once for each time that a token occurs in the answer; 0: no penalty.",
-        ),
-    ] = 0.0
-    seed: Annotated[
-        int,
-        typer.Option(
-            "-s", "--seed", min=-1, metavar="N", help="Seed of the random draws; -1: a new one every time."
-        ),
-    ] = -1
-
-    def params(self) -> "SamplingParams":
-        from bonsai_jax import SamplingParams
-
-        params = SamplingParams(**dataclasses.asdict(self))
-        return dataclasses.replace(params, seed=None) if self.seed < 0 else params
 
 
 def _stop_texts(value: list[str] | None) -> list[str] | None:

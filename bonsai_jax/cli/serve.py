@@ -13,6 +13,7 @@ import typer
 
 from bonsai_jax import choices
 from bonsai_jax.cli import options
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 
 KEYS = "BONSAI_JAX_API_KEYS"  # environment variable
@@ -113,7 +114,7 @@ class LimitOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class ServeSamplingOptions(options.SamplingOptions):
+class ServeSamplingOptions(SamplingOptions):
     """How tokens are drawn, in the order of OpenAI-style servers."""
 
     temperature_first: Annotated[
@@ -203,8 +204,11 @@ def command(
         warning = "without --api-key everybody who reaches this address can use the model"
         print(f"warning: --host {place.host}: {warning}", file=sys.stderr)
     import bonsai_jax as bj
+    from bonsai_jax.model import check_chained
     from bonsai_jax.protocols import fields
 
+    if (drawing := sampling.params()).chained:
+        check_chained(speculate)
     how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
     compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
@@ -215,7 +219,7 @@ def command(
         share_prefixes=place.share_prefixes,
         local=place.is_local(),
         origins=tuple(place.cors or ()),
-        sampling=sampling.params(),
+        sampling=drawing,
         max_new_tokens=None if max_new_tokens < 0 else max_new_tokens,
         template=options.template_variables(think),
         pooling=pooling,

@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from bonsai_jax import arguments
-from bonsai_jax.config import SamplingParams
+from bonsai_jax.sampling_params import SamplingParams
 from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
 from pallas_kernels.sampling import Rules, draw
@@ -224,7 +224,11 @@ def sample(
     allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may
     Draws NO_TOKEN where logits' has NaN or +inf, or no token may be drawn.
     """
-    rules = Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
     keys = jax.random.key_data(s.keys)[:, :2]
-    tokens, seen, counts = draw(logits, rules, keys, positions, impl=s.impl)
+    tokens, seen, counts = draw(logits, rules(s, allowed), keys, positions, impl=s.impl)
     return tokens, s.replace(seen=seen, counts=counts)
+
+
+def rules(s: Sampler, allowed: UInt32[Array, "B words"] | None = None) -> Rules:
+    """The rules of a draw; allowed: as for `sample`."""
+    return Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from flax import struct
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax.decoding.chain import Chain
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.draft import DraftState
@@ -42,6 +43,7 @@ class State(struct.PyTreeNode):
     stop_ids    int32 [B, S], tokens that end a row, padded with -1
     sampler     each row's sampling parameters, key and token counts
     speculation  what `decode` proposes tokens from; None: it does not speculate
+    chain       the samplers that most requests do not use; None: no row uses them
     hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
                 are two programs (engine/split_rows.py); else None
     """
@@ -52,6 +54,7 @@ class State(struct.PyTreeNode):
     stop_ids: Int[Array, "B S"]
     sampler: Sampler
     speculation: Speculation | None = None
+    chain: Chain | None = None
     hidden: Float[Array, "B H"] | None = None
 
 

@@ -19,11 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, RunConfig
-from bonsai_jax.decoding import sampling, speculation
+from bonsai_jax.decoding import chain, sampling, speculation
 from bonsai_jax.decoding.checks import check, check_limit, check_options, check_taps, checked_tokens
 from bonsai_jax.decoding.sampling import NO_TOKEN, NOTHING_TO_DRAW, Sampler
 from bonsai_jax.decoding.state import Drawn, State
@@ -85,6 +85,9 @@ def prefill(
         if state.speculation is not None:
             noted = speculation.note(state.speculation, tokens, state.cache.lengths, valid)
             state = state.replace(speculation=noted)
+        if state.chain is not None:
+            noted = chain.note(state.chain, tokens, state.cache.lengths, valid)
+            state = state.replace(chain=noted)
 
     hidden, state = read_chunk(params, state, tokens, lengths, config, taps)
     return draw(params, state, hidden, config, logits_processor, logprobs)
@@ -468,17 +471,33 @@ def draw(
         raise ValueError(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
-    tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths, allowed)
+    tokens, state = _sampled(state, logits, running, allowed)
     check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
     stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     state = state.replace(
         tokens=jnp.where(running, tokens, state.tokens),
         remaining=jnp.where(running, remaining, 0),
-        sampler=sampler,
     )
     if state.speculation is not None:
         noted = speculation.note(state.speculation, tokens[:, None], state.cache.lengths, running[:, None])
         state = state.replace(speculation=noted)
     drawn = jnp.where(running, tokens, NO_TOKEN)
     return Drawn(state, drawn, sampling.token_logprobs(scores, tokens, logprobs))
+
+
+def _sampled(
+    state: State,
+    logits: Float[Array, "B V"],
+    running: Bool[Array, "B"],
+    allowed: UInt32[Array, "B words"] | None,
+) -> tuple[Int[Array, "B"], State]:
+    """The tokens that are drawn from these logits, and the state whose samplers know them."""
+    positions = state.cache.lengths
+    if state.chain is None:
+        tokens, sampler = sampling.sample(state.sampler, logits, positions, allowed)
+        return tokens, state.replace(sampler=sampler)
+    tokens, sampler, own = chain.sample(
+        state.chain, state.sampler, logits, positions, state.stop_ids, running, allowed
+    )
+    return tokens, state.replace(sampler=sampler, chain=own)

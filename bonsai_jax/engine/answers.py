@@ -10,6 +10,7 @@ import numpy as np
 from bonsai_jax.constraints import Matcher
 from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
 from bonsai_jax.engine.plans import Request
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Detokenizer, Tokenizer
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -142,6 +143,8 @@ class Answer:
     request   the scheduler's view of it
     reader    turns its tokens into text
     rules     how it draws (Runner.rules)
+    chained   its settings, where it uses samplers of decoding/chain.py; else None
+    mu        Mirostat's limit after its tokens, where it uses these; None before the first
     remembers whether its draws depend on earlier tokens through penalties
     logprobs  the number of alternatives asked for; None: no log-probabilities
     on_piece  called with each Piece, or with the exception that ends it
@@ -154,9 +157,11 @@ class Answer:
     request: Request
     reader: Reader
     rules: np.ndarray
+    chained: SamplingParams | None
     remembers: bool
     logprobs: int | None
     on_piece: Callable[[Piece | Exception], None]
+    mu: float | None = None
     cached: int = 0
     matcher: Matcher | None = None
     untold: list[int] = dataclasses.field(default_factory=list)

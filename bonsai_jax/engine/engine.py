@@ -11,7 +11,6 @@ from typing import Any
 
 from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
@@ -28,10 +27,11 @@ from bonsai_jax.engine.prompts import (
 )
 from bonsai_jax.engine.runner import Options
 from bonsai_jax.engine.wakes import Wakes
-from bonsai_jax.model import Model, check_model
+from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import memory
 
 MOST_ANSWERS = 4096  # of one request
@@ -140,14 +140,19 @@ class Engine:
         """How many answers are running and waiting, and what is in the pages, at this moment."""
         return self._loop.load()
 
-    def warmup(self, progress: Progress = False, *, constraints: bool = False) -> None:
+    def warmup(
+        self, progress: Progress = False, *, constraints: bool = False, samplers: bool = False
+    ) -> None:
         """Compile every program except those for prompts of vectors. Waits until it is done.
 
         constraints  also those that run while a request has a constraint
+        samplers   also those that run while a request uses SamplingParams.chained
         progress   True: a bar on stderr; or called with executables compiled so far and in all
         Raises RuntimeError if the engine is closed meanwhile.
         """
         constraints = flag("warmup: constraints", constraints)
+        if samplers := flag("warmup: samplers", samplers):
+            check_chained(self.options.speculate)
         done, failed = threading.Event(), []
 
         def counted(programs: int, total: int) -> None:
@@ -157,7 +162,7 @@ class Engine:
 
         def work():
             try:
-                self._loop.warmup(counted, constraints)
+                self._loop.warmup(counted, constraints, samplers)
             except Exception as error:
                 failed.append(error)
             done.set()
@@ -202,6 +207,8 @@ class Engine:
             logprobs = whole("logprobs", logprobs)
         compiled_constraint(self.model, constraint, self.options.speculate)
         kind("owner", owner, str, "a name")
+        if sampling.chained:
+            check_chained(self.options.speculate)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids), self._wakes)

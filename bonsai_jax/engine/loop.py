@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 import jax
 import numpy as np
 
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.engine.answers import Answer, Piece, Reader
@@ -29,6 +28,7 @@ from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
+from bonsai_jax.sampling_params import SamplingParams
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
 
@@ -106,15 +106,18 @@ class Loop:
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
         """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
-        compiled."""
+        compiled, and for too many sequence breakers."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
         request = Request(ids, max_new_tokens, reusable, vectors, priority, owner)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
-        remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        answer = Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
+        penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        request.chained, chained = params.chained, params if params.chained else None
+        if chained is not None:
+            self.runner.chain(chained)
+        answer = Answer(request, reader, rules, chained, bool(penalized) or params.dry, logprobs, on_piece)
         if constraint is not None:
             self.constrained.begin(answer, constraint, ignore_eos)
         return answer
@@ -125,7 +128,9 @@ class Loop:
                 answer.request.ended = True
                 answer.on_piece(piece(answer))
                 return
-            self.runner.split()
+            self.runner.need("hidden")
+        if answer.chained is not None:
+            self.runner.need("chain")
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
@@ -178,6 +183,7 @@ class Loop:
         before = self.scheduler
         self.scheduler = self._empty_scheduler()
         self.scheduler.compiled, self.scheduler.compiled_split = before.compiled, before.compiled_split
+        self.scheduler.compiled_chained = before.compiled_chained
         for request in waiting:
             if request in self.answers:
                 self.scheduler.add(request)
@@ -201,12 +207,20 @@ class Loop:
         self.constrained.close()
         self.runner.close()
 
-    def warmup(self, progress: Callable[[int, int], None], constraints: bool = False) -> None:
-        """Compile every program, by running it without a request. constraints: also those of split steps."""
-        self.runner.warmup(self._every_call() + (self._every_split_call() if constraints else []), progress)
-        self.scheduler.compiled.update(self._sizes())
-        if constraints:
-            self.scheduler.compiled_split.update(self._sizes())
+    def warmup(
+        self, progress: Callable[[int, int], None], constraints: bool = False, samplers: bool = False
+    ) -> None:
+        """Compile every program, by running it without a request. constraints: also those of split steps;
+        samplers: all of these once more, for pools with a chain."""
+        scheduler, sizes, calls = self.scheduler, self._sizes(), []
+        for chained in (False, True) if samplers else (False,):
+            calls += self._every_call(chained) + (self._every_split_call(chained) if constraints else [])
+        self.runner.warmup(calls, progress)
+        warm = [scheduler.compiled] + [scheduler.compiled_split] * constraints
+        if samplers:
+            warm += [scheduler.compiled_chained[split] for split in (False, True)[: 1 + constraints]]
+        for compiled in warm:
+            compiled.update(sizes)
 
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
@@ -219,10 +233,10 @@ class Loop:
         (fewest, *rows), (shortest, *shapes) = self.runner.limits.row_sizes, self.runner.limits.shapes
         return [fewest, shortest, *rows, *shapes]
 
-    def _every_split_call(self) -> list[Call]:
+    def _every_split_call(self, chained: bool) -> list[Call]:
         """Of each program of split steps."""
-        self.runner.split()
-        each = (self.runner.split_padding(size, n) for size in self._sizes() for n in self._variants)
+        self.runner.need("hidden")
+        each = (self.runner.split_padding(size, n, chained) for size in self._sizes() for n in self._variants)
         return list({call.program: call for calls in each for call in calls}.values())
 
     @property
@@ -230,15 +244,18 @@ class Loop:
         """Of log-probabilities."""
         return [None] if self.options.logprobs is None else [None, self.options.logprobs]
 
-    def _every_call(self) -> list[Call]:
+    def _every_call(self, chained: bool = False) -> list[Call]:
         """Of each program, without any request."""
-        calls = [self.runner.padding(size, n) for size in self._sizes() for n in self._variants]
-        return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
+        if chained:
+            self.runner.need("chain")
+        calls = [self.runner.padding(size, n, chained) for size in self._sizes() for n in self._variants]
+        return calls + ([self.runner.padding(None, None, chained)] if self.runner.shares else [])
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""
-        split = self.scheduler.constrained > 0
-        (self.scheduler.compiled_split if split else self.scheduler.compiled).add(rows)
+        scheduler, split = self.scheduler, self.scheduler.constrained > 0
+        unchained = scheduler.compiled_split if split else scheduler.compiled
+        (scheduler.compiled_chained[split] if scheduler.chained else unchained).add(rows)
         self._beside_prefill = self._calls(rows)
 
     def compile_first(self) -> None:
@@ -254,8 +271,10 @@ class Loop:
     def _calls(self, size: int | tuple[int, int]) -> list[Call]:
         """Of the programs for decode of a number of rows, or of that for prefill of a shape."""
         asked = self._asked(self.answers)
-        split = self.scheduler.constrained > 0
-        return self.runner.split_padding(size, asked) if split else [self.runner.padding(size, asked)]
+        split, chained = self.scheduler.constrained > 0, self.scheduler.chained > 0
+        if split:
+            return self.runner.split_padding(size, asked, chained)
+        return [self.runner.padding(size, asked, chained)]
 
     def _compile_beside(self, prefill: Call) -> None:
         """Begin to compile a prefill, and then the decode programs that wait for it."""
@@ -277,6 +296,7 @@ class Loop:
 
     def _dispatch(self, plan: Plan) -> None:
         reads = list(itertools.chain(*plan.reads))
+        chains = self._chain if plan.chained else None
         for device, chunks in enumerate(plan.reads):
             for read in chunks:
                 if not read.starts or not read.first:
@@ -285,12 +305,12 @@ class Loop:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
-                    note = self.runner.dispatch(self.runner.note(alone, self._rules))
+                    note = self.runner.dispatch(self.runner.note(alone, self._rules, chains))
                     self._flying.append(Flight(plan, [], note))
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            how = plan.shape, self._rules, asked, plan.split
+            how = plan.shape, self._rules, asked, plan.split, chains
             call = self.runner.prefill(plan.reads, *how)
             self._compile_beside(call)
             drawn = self.runner.dispatch(call)
@@ -298,15 +318,16 @@ class Loop:
             self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
         if any(plan.draws):
             asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
-            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
+            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
         if plan.split and any(plan.writes):
             self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
-            drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
-            self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
+            call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
+            rows = list(numbered(plan.writes, plan.rows))
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
 
     def _remembers(self, request: Request) -> bool:
         o = self.options
@@ -314,6 +335,10 @@ class Loop:
 
     def _rules(self, request: Request) -> np.ndarray:
         return self.answers[request].rules
+
+    def _chain(self, request: Request) -> np.ndarray | None:
+        answer = self.answers[request]
+        return None if answer.chained is None else self.runner.chain(answer.chained, answer.mu)
 
     def _allowed(self, request: Request) -> np.ndarray | None:
         """The mask of a request's next draw; None: it has no constraint."""
@@ -332,7 +357,7 @@ class Loop:
         if not flight.rows:
             jax.block_until_ready(on_device)
             return
-        drawn, scores = jax.tree.map(parallel.fetch, on_device)
+        drawn, scores, mu = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
             self.runner.wait_until_started(self._flying[0].dispatch)
         steps, tokens = drawn[:, 0], drawn[:, 1:]
@@ -343,6 +368,8 @@ class Loop:
             new = tokens[i][: counts[i]]
             least, _ = request.flights.popleft()
             answer = self.answers.get(request)
+            if answer is not None and mu is not None:
+                answer.mu = float(mu[i])  # for when it is pre-empted, or reads forced tokens
             if answer is not None and self._record(answer, new):
                 self.delivery.note(Drawn(answer, len(new), steps[i], scores, i, least))
         self.constrained.send()

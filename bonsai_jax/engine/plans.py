@@ -29,6 +29,7 @@ class Request:
     flights        (least, most) tokens of each dispatched draw that is not known yet
     ended          it is complete or cancelled
     constrained    each of its draws needs a mask
+    chained        it uses a sampler of decoding/chain.py
     ready          the host has the mask for its next draw
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
     """
@@ -53,6 +54,7 @@ class Request:
     flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     ended: bool = False
     constrained: bool = False
+    chained: bool = False
     ready: bool = True
     undrawn: bool = False
 
@@ -113,6 +115,7 @@ class Plan:
     draws    for each device the requests that draw after the prefill, before the decode steps, with their
              rows, which after this plan may be another's
     split    the prefill draws nothing, and in place of decode steps `writes` read their newest token
+    chained  a running request uses the chain of samplers, so programs are those of a pool that has one
     """
 
     reads: list[list[Read]]
@@ -122,6 +125,7 @@ class Plan:
     steps: int
     draws: list[list[tuple[Request, int]]] = dataclasses.field(default_factory=list)
     split: bool = False
+    chained: bool = False
 
 
 def row_sizes(most: int) -> list[int]:

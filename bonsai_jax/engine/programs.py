@@ -38,7 +38,7 @@ class Call:
     name     what it does, for people
     options  keyword arguments
     flags    XLA's options for the program
-    split    of split_rows.py: its pool has State.hidden
+    parts    fields of State that its pool has and others do not: "hidden" (split_rows.py), "chain"
     """
 
     name: str
@@ -47,7 +47,7 @@ class Call:
     static: Sequence[Any]
     options: dict[str, Any]
     flags: dict[str, Any] = dataclasses.field(default_factory=dict)
-    split: bool = False
+    parts: tuple[str, ...] = ()
 
     @property
     def program(self) -> Hashable:

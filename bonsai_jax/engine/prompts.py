@@ -11,24 +11,29 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from bonsai_jax import arguments, constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
-from bonsai_jax.model import Model, check_model, check_speculate
+from bonsai_jax.model import Model, check_chained, check_model, check_speculate
 from bonsai_jax.network import parallel
 from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
+from bonsai_jax.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int] | Float[Array, "T H"]
 Ids = list[int] | Float[np.ndarray, "T H"]
 
 
 def step_options(
-    model: Model, taps: Taps | None, logits_processor: Any, logprobs: int | None, speculate: str | None
+    model: Model,
+    taps: Taps | None,
+    logits_processor: Any,
+    logprobs: int | None,
+    speculate: str | None,
+    sampling: Sequence[SamplingParams] = (),
 ) -> dict[str, Any]:
     """Options of a loop's steps. Raises ValueError or TypeError for those that a generation does not support,
-    and NotImplementedError for an unknown `speculate`."""
+    and NotImplementedError for an unknown `speculate`, or one with this sampling."""
     if taps is not None:
         arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
     if logits_processor is not None:
@@ -42,6 +47,8 @@ def step_options(
         logprobs = arguments.whole("logprobs", logprobs, 0, model.config.vocab_size)
     if speculate is not None:
         check_speculate(model, speculate)
+    if any(params.chained for params in sampling):
+        check_chained(speculate)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     return options | {"speculate": speculate}
 

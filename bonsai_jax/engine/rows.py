@@ -7,6 +7,8 @@ whichever rows they are. Over a mesh each device has a pool, with rows and pages
 
 The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool
 unless one of these rows has a penalty.
+
+A pool with State.chain has programs of its own, which run while a request uses one of its samplers.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import jitted, sampling, speculation, steps
+from bonsai_jax.decoding import chain, jitted, sampling, speculation, steps
 from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
@@ -43,17 +45,19 @@ class Result(NamedTuple):
              then the tokens, NO_TOKEN after the last. One array, as the host fetches each array separately.
              None from `note`, which draws nothing
     logprobs  Logprobs [R, size]; None unless asked for
+    mu       float32 [R], Chain.mu after them; None where the pool has no chain
     """
 
     pool: State
     drawn: Int[Array, "R 1+size"] | None = None
     logprobs: Logprobs | None = None
+    mu: Float[Array, "R"] | None = None
 
 
-RESULT = Result._make(["pool", "rows", "rows"])  # how results lie over a mesh
+RESULT = Result._make(["pool", "rows", "rows", "rows"])  # how results lie over a mesh
 
 
-def layout(pool: State, tokens: int) -> np.dtype:
+def layout(pool: State, tokens: int, chained: bool) -> np.dtype:
     """The chunk of one row as a numpy structured type of 4-byte fields. An array of R such rows goes to the
     device as one int32 [R, columns] (`packed`), where `unpacked` restores the fields.
 
@@ -69,6 +73,7 @@ def layout(pool: State, tokens: int) -> np.dtype:
     copy_from, copy_to   page copy_to becomes a copy of page copy_from first; copy_to is the number of pages
                 for none
     rules       how it draws: sampling.columns, and the stop ids as State has them
+    chain       chain.layout, where the pool has a chain
     table       pages of the row
     tokens      of the chunk; those after `count` are padding
     """
@@ -80,6 +85,7 @@ def layout(pool: State, tokens: int) -> np.dtype:
         [
             *fields,
             ("rules", rules_layout(pool)),
+            *([("chain", chain.layout(pool.sampler.seen.shape[1]))] if chained else []),
             ("table", np.int32, (pages,)),
             ("tokens", np.int32, (tokens,)),
         ]
@@ -165,11 +171,11 @@ def prefill(
         sampler=after.replace(
             seen=jnp.where(draws, after.seen, noted.seen), counts=jnp.where(draws, after.counts, noted.counts)
         )
-    )
+    )  # a chain draws only where `remaining` is above 0
     drawn = jnp.where(draws, token[:, None], NO_TOKEN)
     pool = put(pool, state, chunk["row"], remembers, chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
+    return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores, row_mu(state))
 
 
 @over_mesh(RESULT)
@@ -186,11 +192,14 @@ def decode(
 ) -> Result:
     """steps.decode for some rows.
 
-    columns   the row's number, beyond all rows for padding; most steps, the same for all; the row's pages
+    columns   the row's number, beyond all rows for padding; most steps, the same for all; where the pool has
+              a chain, 1 for a row that uses it; the row's pages
     """
-    rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
+    first = 2 + (pool.chain is not None)
+    rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, first:])
     remembers = rows_remember(pool, rows, logits_processor)
     state = take(pool, rows, table, remembers)
+    state = only_chained(state, columns, 2)
     state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
@@ -201,12 +210,26 @@ def decode(
     state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
     taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
     drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
-    return Result(put(pool, state, rows, remembers), drawn, scores)
+    return Result(put(pool, state, rows, remembers), drawn, scores, row_mu(state))
+
+
+def only_chained(state: State, columns: Int[Array, "R columns"], at: int) -> State:
+    """The state in which the rows with 1 in this column use the chain, where there is one. In the pool the
+    fields of a row that does not use it may be an earlier request's."""
+    if state.chain is None:
+        return state
+    return state.replace(chain=state.chain.replace(used=columns[:, at] > 0))
+
+
+def row_mu(state: State) -> Float[Array, "R"] | None:
+    """Result.mu."""
+    return None if state.chain is None else state.chain.mu
 
 
 def chunk_fields(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
     """The fields of packed rows."""
-    return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
+    chained = pool.chain is not None
+    return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0, chained).itemsize // 4, chained))
 
 
 def remembered(
@@ -344,6 +367,13 @@ def started(state: State, chunk: dict[str, Any]) -> State:
     if state.speculation is not None:
         ids = jnp.where(starts, NO_TOKEN, state.speculation.ids)
         state = state.replace(speculation=state.speculation.replace(ids=ids))
+    if state.chain is not None:
+        ids = jnp.where(starts, NO_TOKEN, state.chain.dry.ids)
+        own = state.chain.replace(
+            drawn=jnp.maximum(chunk["first"] + chunk["count"] - chunk["answer"], 0),
+            dry=state.chain.dry.replace(ids=ids),
+        )
+        state = state.replace(chain=chain.with_rows(own, chunk["chain"]))
     return state.replace(
         cache=state.cache.replace(lengths=chunk["first"]),
         remaining=jnp.where(chunk["draws"] > 0, chunk["remaining"], 0),
@@ -361,6 +391,8 @@ def noted_tokens(state: State, chunk: dict[str, Any]) -> State:
     if state.speculation is not None:
         known = speculation.note(state.speculation, tokens, chunk["first"], valid)
         state = state.replace(speculation=known)
+    if state.chain is not None:
+        state = state.replace(chain=chain.note(state.chain, tokens, chunk["first"], valid))
     return state.replace(sampler=noted)
 
 

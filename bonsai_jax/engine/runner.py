@@ -20,8 +20,7 @@ import jax
 import numpy as np
 
 from bonsai_jax import machine
-from bonsai_jax.config import SamplingParams
-from bonsai_jax.decoding import sampling, speculation
+from bonsai_jax.decoding import chain, sampling, speculation
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
@@ -34,6 +33,7 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import memory, placement
 from pallas_kernels.device import in_use, platform
 
@@ -44,6 +44,10 @@ LOOP_IN_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"
 }
+# Of a request: how it draws, as in its chunks, and the samplers that it uses beside that (None: none).
+Rules = Callable[[Request], np.ndarray]
+Chains = Callable[[Request], np.ndarray | None]
+PARTS = ("hidden", "chain")  # of a pool, each for programs of its own
 PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms and 2,048 in 53.8
 
 
@@ -51,7 +55,7 @@ PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms an
 class Dispatch:
     """A call on its way to the device.
 
-    drawn    Result.drawn and Result.logprobs, on the device
+    drawn    Result.drawn, Result.logprobs and Result.mu, on the device
     started  set when the thread that dispatches begins it
     """
 
@@ -98,8 +102,8 @@ class Runner:
             machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.programs = Programs(model, self._pool)
-        self._split_programs: Programs | None = None  # None: no request has had a constraint
-        self._hidden: Any = None  # State.hidden of the pool, which only split programs get
+        self._others: dict[tuple[str, ...], Programs] = {}  # by Call.parts
+        self._parts: dict[str, Any] = {}  # fields of the pool, once a request needs them
         pages = self._pool.cache.block_table.shape[1]
         self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)
         # By device and row: the table that self._tables has a copy of, and how many of its pages.
@@ -109,7 +113,7 @@ class Runner:
 
     def rules(self, params: SamplingParams, stop_ids: Sequence[int]) -> np.ndarray:
         """How a request draws, in the layout of its chunks (rows.rules_layout)."""
-        rules = np.zeros((), self._layout(0)["rules"])
+        rules = np.zeros((), self._layout(0, False)["rules"])
         columns = sampling.columns([params], self.model.config.vocab_size, self.options.biases)
         for name, column in columns.items():
             rules[name] = column[0]
@@ -117,40 +121,56 @@ class Runner:
         rules["stop_ids"][: len(stop_ids)] = stop_ids
         return rules
 
+    def chain(self, params: SamplingParams, mu: float | None = None) -> np.ndarray:
+        """The samplers of a request, in the layout of its chunks (chain.layout). mu: Mirostat's limit; None:
+        before the first token. Raises ValueError for too many sequence breakers."""
+        row = chain.columns(params, self.model.tokenizer, self.model.config.vocab_size)
+        if mu is not None:
+            row["mu"] = mu
+        return row
+
     @property
     def shares(self) -> bool:
         """Whether requests can share the beginnings of their prompts."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
-    def split(self) -> None:
-        """Make ready for programs of split steps. Call it before the first."""
-        if self._split_programs is None:
-            empty = lambda: split_rows.empty(self._pool, self.model)  # noqa: E731
-            self._hidden = empty() if self.model.loaded else jax.eval_shape(empty)
-            self._split_programs = Programs(self.model, self._pool.replace(hidden=self._hidden))
+    def need(self, part: str) -> None:
+        """Make ready for programs whose pool has "hidden", those of split steps, or "chain". Call it before
+        the first of them."""
+        if part in self._parts:
+            return
+        empty = lambda: self._empty_part(part)  # noqa: E731
+        self._parts[part] = empty() if self.model.loaded else jax.eval_shape(empty)
+        for parts in [(part,), *([PARTS] if len(self._parts) == len(PARTS) else [])]:
+            own = {name: self._parts[name] for name in parts}
+            self._others[parts] = Programs(self.model, self._pool.replace(**own))
 
-    def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Call:
+    def note(self, reads: Sequence[Sequence[Read]], rules: Rules, chains: Chains | None = None) -> Call:
         """rows.note: give rows the tokens that they will not read. At most one read on each device."""
-        rows = self._columns(reads, 1, self._layout(self._pool.cache.capacity), rules)
+        layout = self._layout(self._pool.cache.capacity, chains is not None)
+        rows = self._columns(reads, 1, layout, rules, chains)
         for i, read in numbered(reads, 1):
             request = read.request
             known = [*request.prompt, *request.said][: read.first]
             rows[i]["first"], rows[i]["count"], rows[i]["starts"] = 0, len(known), 1
             rows[i]["tokens"][: len(known)] = known
-        return Call("notes of prompts", on_device.note_rows, [on_device.packed(rows)], (), {})
+        arrays, parts = [on_device.packed(rows)], _parts(chains is not None)
+        return Call("notes of prompts", on_device.note_rows, arrays, (), {}, parts=parts)
 
     def prefill(
         self,
         reads: Sequence[Sequence[Read]],
         shape: tuple[int, int],
-        rules: Callable[[Request], np.ndarray],
+        rules: Rules,
         logprobs: int | None,
         split: bool = False,
+        chains: Chains | None = None,
     ) -> Call:
         """rows.prefill of these reads, or split_rows.read_chunk. shape: rows on each device, tokens a row."""
         rows, width = shape
         has_vectors = any(_reads_vectors(read) for read in itertools.chain(*reads))
-        columns = self._columns(reads, rows, self._layout(0 if has_vectors else width), rules)
+        layout = self._layout(0 if has_vectors else width, chains is not None)
+        columns = self._columns(reads, rows, layout, rules, chains)
         vectors = np.zeros((len(columns), width, self.model.config.hidden), "f4") if has_vectors else None
         for i, read in numbered(reads, rows):
             (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _chunk(read)
@@ -159,26 +179,36 @@ class Runner:
         if split:
             options = self._options(None)
             del options["logprobs"]
-            static = (self.model.config,)
-            return Call(name, split_rows.read_chunk_rows, arrays, static, options, split=True)
-        return Call(name, on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
+            static, parts = (self.model.config,), _parts(chains is not None, True)
+            return Call(name, split_rows.read_chunk_rows, arrays, static, options, parts=parts)
+        static, parts = (self.model.config,), _parts(chains is not None)
+        return Call(name, on_device.prefill_rows, arrays, static, self._options(logprobs), parts=parts)
 
     def decode(
-        self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
+        self,
+        writes: Sequence[Sequence[Request]],
+        rows: int,
+        steps: int,
+        logprobs: int | None,
+        chained: bool = False,
     ) -> Call:
         """rows.decode of these requests, padded to `rows` rows on each device."""
-        columns = self._with_tables(writes, rows, 2)
+        columns = self._with_tables(writes, rows, 2 + chained)
         columns[:, 1] = steps
+        if chained:
+            for i, request in numbered(writes, rows):
+                columns[i, 2] = request.chained
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         name, flags = f"decode steps of batch size {rows}", LOOP_IN_GRAPH if self.model.mesh is None else {}
-        return Call(name, on_device.decode_rows, [columns], (self.model.config,), options, flags)
+        static, parts = (self.model.config,), _parts(chained)
+        return Call(name, on_device.decode_rows, [columns], static, options, flags, parts)
 
     def read_newest(self, writes: Sequence[Sequence[Request]], rows: int) -> Call:
         """split_rows.read_newest of these requests, padded to `rows` rows on each device."""
         columns = self._with_tables(writes, rows, 1)
         name, options = f"the reading of {rows} new tokens", {"taps": self.options.taps}
         static = (self.model.config,)
-        return Call(name, split_rows.read_newest_rows, [columns], static, options, split=True)
+        return Call(name, split_rows.read_newest_rows, [columns], static, options, parts=_parts(False, True))
 
     def draw(
         self,
@@ -186,42 +216,48 @@ class Runner:
         rows: int,
         allowed: Callable[[Request], np.ndarray | None],
         logprobs: int | None,
+        chained: bool = False,
     ) -> Call:
         """split_rows.draw for these requests and their rows, padded likewise. allowed: the mask of a request;
         None: it may draw any token."""
-        columns = np.full(
-            (rows * self.data, 1 + split_rows.mask_words(self.model.config.vocab_size)), -1, "i4"
-        )
+        first, words = 1 + chained, split_rows.mask_words(self.model.config.vocab_size)
+        columns = np.full((rows * self.data, first + words), -1, "i4")
         columns[:, 0] = self._no_row
         for i, (request, row) in numbered(draws, rows):
-            columns[i, 0] = row
+            columns[i, :first] = (row, request.chained)[:first]
             if (mask := allowed(request)) is not None:
-                columns[i, 1:] = mask.view(np.int32)
+                columns[i, first:] = mask.view(np.int32)
         options = self._options(logprobs)
         del options["taps"]
         name, static = f"the draw of {rows} tokens", (self.model.config,)
-        return Call(name, split_rows.draw_rows, [columns], static, options, split=True)
+        return Call(name, split_rows.draw_rows, [columns], static, options, parts=_parts(chained, True))
 
-    def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
+    def padding(
+        self, size: int | tuple[int, int] | None, logprobs: int | None, chained: bool = False
+    ) -> Call:
         """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
         `note`."""
-        none, rules = self._nothing()
+        none, rules, chains = self._nothing(chained)
         if size is None:
-            return self.note(none, rules)
+            return self.note(none, rules, chains)
         if isinstance(size, int):
-            return self.decode(none, size, 0, logprobs)
-        return self.prefill(none, size, rules, logprobs)
+            return self.decode(none, size, 0, logprobs, chained)
+        return self.prefill(none, size, rules, logprobs, chains=chains)
 
-    def split_padding(self, size: int | tuple[int, int], logprobs: int | None) -> list[Call]:
+    def split_padding(
+        self, size: int | tuple[int, int], logprobs: int | None, chained: bool = False
+    ) -> list[Call]:
         """`padding` for the programs of split steps."""
-        none, rules = self._nothing()
+        none, rules, chains = self._nothing(chained)
         if isinstance(size, int):
-            return [self.draw(none, size, lambda request: None, logprobs), self.read_newest(none, size)]
-        return [self.prefill(none, size, rules, logprobs, split=True)]
+            draw = self.draw(none, size, lambda request: None, logprobs, chained)
+            return [draw, self.read_newest(none, size)]
+        return [self.prefill(none, size, rules, logprobs, split=True, chains=chains)]
 
-    def _nothing(self) -> tuple[list[list[Any]], Callable[[Request], np.ndarray]]:
+    def _nothing(self, chained: bool) -> tuple[list[list[Any]], Rules, Chains | None]:
         """No requests on each device, and the rules of none."""
-        return [[] for _ in range(self.data)], lambda request: self._padding
+        chains = (lambda request: None) if chained else None
+        return [[] for _ in range(self.data)], lambda request: self._padding, chains
 
     def compile(self, call: Call) -> concurrent.futures.Future[None]:
         """Start to load or compile the program of a call in another thread."""
@@ -229,15 +265,11 @@ class Runner:
 
     def finish_alone(self) -> None:
         """Take no more calls; threads finish the programs that they have begun."""
-        for programs in (self.programs, self._split_programs):
-            if programs is not None:
-                programs.finish_alone()
+        for programs in (self.programs, *self._others.values()):
+            programs.finish_alone()
 
     def _programs(self, call: Call) -> Programs:
-        if not call.split:
-            return self.programs
-        assert self._split_programs is not None
-        return self._split_programs
+        return self._others[call.parts] if call.parts else self.programs
 
     def warmup(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
         """Compile the programs of these calls side by side, and run each once."""
@@ -258,11 +290,10 @@ class Runner:
         def run():
             started.set()
             program = self._programs(call).get(call)
-            pool = self._pool.replace(hidden=self._hidden) if call.split else self._pool
+            pool = self._pool.replace(**{part: self._parts[part] for part in call.parts})
             pool, *drawn = program(self.model.params, pool, *call.placed(self.model.mesh))
-            if call.split:
-                self._hidden, pool = pool.hidden, pool.replace(hidden=None)
-            self._pool = pool
+            self._parts |= {part: getattr(pool, part) for part in call.parts}
+            self._pool = pool.replace(**dict.fromkeys(call.parts))
             if jax.process_count() == 1:
                 for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()
@@ -286,18 +317,17 @@ class Runner:
         self._thread.submit(lambda: None).result()
         self._free()
         self._pool = self._empty_pool()
-        if self._split_programs is not None:
-            self._hidden = split_rows.empty(self._pool, self.model)
+        self._parts = {part: self._empty_part(part) for part in self._parts}
 
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
         self._thread.shutdown()
         self.programs.close()
-        if self._split_programs is not None:
-            self._split_programs.close()
+        for programs in self._others.values():
+            programs.close()
         self._free()
 
-    def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
+    def _columns(self, reads, rows: int, layout: np.dtype, rules: Rules, chains: Chains | None) -> np.ndarray:
         """Rows of this layout without their tokens, `rows` on each device."""
         columns = np.zeros(rows * self.data, layout)
         columns["row"] = columns["begins"] = columns["saves"] = self._no_row
@@ -315,6 +345,8 @@ class Runner:
             if read.copy:
                 row["copy_from"], row["copy_to"] = read.copy
             row["rules"] = rules(request)
+            if chains is not None and (own := chains(request)) is not None:
+                row["chain"] = own
             row["table"][: len(read.table)] = read.table
         return columns
 
@@ -356,10 +388,21 @@ class Runner:
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
+    def _empty_part(self, part: str) -> Any:
+        if part == "hidden":
+            return split_rows.empty(self._pool, self.model)
+        shape = len(self._pool.tokens), self.model.config.vocab_size, self._pool.cache.capacity
+        return parallel.place_state(chain.empty(*shape), self.model.mesh)
+
     def _free(self) -> None:
-        for array in jax.tree.leaves((self._pool, self._hidden)):
+        for array in jax.tree.leaves((self._pool, self._parts)):
             if not array.is_deleted():  # a call that failed may have been given it
                 array.delete()
+
+
+def _parts(chained: bool, split: bool = False) -> tuple[str, ...]:
+    """Call.parts."""
+    return tuple(part for part, has in zip(PARTS, (split, chained), strict=True) if has)
 
 
 def limits(model: Model, o: Options) -> Limits:

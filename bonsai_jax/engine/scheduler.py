@@ -42,7 +42,9 @@ class Scheduler:
     idle_steps   decode steps of a plan when no prompt is pending and no request waits for a row
     compiled     members of limits.row_sizes and limits.shapes that have been used
     compiled_split   those that have been used in split plans
+    compiled_chained   those of plans with a chain of samplers, split or not
     constrained  how many requests have a constraint
+    chained      how many use a sampler of decoding/chain.py
     preempted    how often a request has lost its pages
     """
 
@@ -52,13 +54,16 @@ class Scheduler:
         self.idle_steps = limits.steps
         self.compiled: set[int | tuple[int, int]] = set()
         self.compiled_split: set[int | tuple[int, int]] = set()
-        self.constrained = self.preempted = 0
+        self.compiled_chained: dict[bool, set[int | tuple[int, int]]] = {False: set(), True: set()}
+        self.constrained = self.chained = self.preempted = 0
         self._split = False  # the last plan
+        self._chain = False  # the plan that is being made
         self._numbers = itertools.count()
 
     def add(self, request: Request) -> None:
         request.number = next(self._numbers)
         self.constrained += request.constrained
+        self.chained += request.chained
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
     def end(self, request: Request) -> None:
@@ -67,6 +72,7 @@ class Scheduler:
             return
         request.ended = True
         self.constrained -= request.constrained
+        self.chained -= request.chained
         if request.device is None:
             at = bisect.bisect_left(self.waiting, request.order, key=lambda r: r.order)
             if self.waiting[at : at + 1] == [request]:
@@ -90,11 +96,14 @@ class Scheduler:
         self._admit()
         split, was_split = self.constrained > 0, self._split
         self._split = split
+        self._chain = bool(self.chained) and any(r.chained for d in self.devices for r in d.running)
         reads, shape = self._reads()
         draws = self._draws() if split or was_split else [[] for _ in self.devices]
         writes, steps = self._writes()
         rows = self._decode_rows(max(map(len, [*draws, *writes])))
-        return Plan(reads, shape, writes, rows, steps, draws, split) if any(reads) or rows else None
+        if not any(reads) and not rows:
+            return None
+        return Plan(reads, shape, writes, rows, steps, draws, split, self._chain)
 
     def force(self, request: Request, tokens: list[int]) -> bool:
         """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
@@ -343,6 +352,8 @@ class Scheduler:
 
     @property
     def _compiled(self) -> set[int | tuple[int, int]]:
+        if self._chain:
+            return self.compiled_chained[self.constrained > 0]
         return self.compiled_split if self.constrained else self.compiled
 
 

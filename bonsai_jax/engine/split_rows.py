@@ -86,18 +86,21 @@ def draw(
 ) -> Result:
     """Draw a token of each row, after what it has read.
 
-    columns   the row's number, beyond all rows for padding; the words of its mask, as steps.draw has them
+    columns   the row's number, beyond all rows for padding; where the pool has a chain, 1 for a row that uses
+              it; the words of its mask, as steps.draw has them
     The result has size 1. What mixers store is not in the state that a logits_processor sees.
     """
-    rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
+    first = 1 + (pool.chain is not None)
+    rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, first:])
     allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
     remembers = whole.rows_remember(pool, rows, logits_processor)
     state = _only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
+    state = whole.only_chained(state, columns, 1)
     hidden: Any = state.hidden
     state, tokens, scores = steps.draw(params, state, hidden, config, logits_processor, logprobs, allowed)
     drawn = jnp.stack([jnp.ones_like(tokens), tokens], axis=1)
     pool = whole.put_without_states(pool, state, rows, remembers)
-    return Result(pool, drawn, jax.tree.map(lambda x: x[:, None], scores))
+    return Result(pool, drawn, jax.tree.map(lambda x: x[:, None], scores), whole.row_mu(state))
 
 
 def _only_rows(state: State, rows: Int[Array, "R"], pool: State) -> State:

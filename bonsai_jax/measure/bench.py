@@ -33,7 +33,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import card, machine
-from bonsai_jax.config import ModelConfig, SamplingParams
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted, speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model, start_state
@@ -42,6 +42,7 @@ from bonsai_jax.network import params as weights
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import placement
 
 BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as many are produced

@@ -42,6 +42,7 @@ FIELDS = {
     **PROMPT,
     **{"max_tokens": fields.between(1, fields.MOST_NEW), "stop_sequences": fields.stop},
     **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
+    **fields.SAMPLERS,
     **{"stream": fields.truth, "thinking": _thinking, "metadata": fields.json_object},
 }
 

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from bonsai_jax import constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.sampling_params import SamplingParams
 
 MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
 MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6
 MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
+MOST_BREAKERS = 32
 
 Check = Callable[[str, Any], Any]
 
@@ -36,17 +37,19 @@ def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, p
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
-    own = {name: given[name] for name in SAMPLING if name in given}
+    own = {name: given[name] for name in (*SAMPLING, *SAMPLERS) if name in given}
+    fields = {OTHER_NAMES.get(name, name): value for name, value in own.items()}
     try:
-        SamplingParams(**own)
+        SamplingParams(**fields)
     except ValueError:
         for name, value in own.items():
+            field = OTHER_NAMES.get(name, name)
             try:
-                SamplingParams(**{name: value})
+                SamplingParams(**{field: value})
             except ValueError as error:
-                raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+                raise FieldError(name, str(error).removeprefix(f"SamplingParams: {field} ")) from None
         raise
-    return own
+    return fields
 
 
 def text(name: str, value: Any) -> str:
@@ -115,6 +118,12 @@ def bias(name: str, value: Any) -> dict[int, float]:
         raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")
     in_range = within(-MOST_BIAS, MOST_BIAS)
     return {int(token): in_range(f"{name}.{token}", bias) for token, bias in value.items()}
+
+
+def breakers(name: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or len(value) > MOST_BREAKERS:
+        raise FieldError(name, f"{shown(value)} is not a list of at most {MOST_BREAKERS} texts")
+    return value
 
 
 def json_object(name: str, value: Any) -> dict[str, Any]:
@@ -200,3 +209,12 @@ SAMPLING: dict[str, Check] = {
     **{"temperature": within(0, MOST_TEMPERATURE), "repetition_penalty": within(*REPETITIONS)},
     **{"top_k": top_k, "seed": whole, "logit_bias": bias},
 }
+# The samplers of decoding/chain.py, as llama.cpp's server names them.
+SAMPLERS: dict[str, Check] = {
+    **dict.fromkeys(("typical_p", "typ_p", "top_n_sigma", "xtc_probability", "xtc_threshold"), number),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "mirostat_tau", "mirostat_eta"), number),
+    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent"), number),
+    **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n", "mirostat", "min_tokens"), whole),
+    "dry_sequence_breakers": breakers,
+}
+OTHER_NAMES = {"typ_p": "typical_p"}

@@ -1,8 +1,8 @@
 """What OpenAI's protocols have in common: fields of requests, errors, usage.
 
 Meanings: platform.openai.com/docs/api-reference. Types: the package openai. In addition, as in other servers:
-top_k, min_p, repetition_penalty under the names of SamplingParams, ignore_eos, response_format for
-completions, and `timings` as llama-server has it.
+top_k, min_p, repetition_penalty and other samplers under the names of SamplingParams, ignore_eos,
+response_format for completions, and `timings` as llama-server has it.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import (
     MOST_ANSWERS,
     MOST_NEW,
+    SAMPLERS,
     SAMPLING,
     Check,
     between,
@@ -45,6 +46,7 @@ def _stream_options(name: str, value: Any) -> bool:
 
 COMMON: dict[str, Check] = {
     **SAMPLING,
+    **SAMPLERS,
     **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
     "response_format": response_format,
     **{"stream": truth, "stream_options": _stream_options, "ignore_eos": truth},

@@ -50,6 +50,7 @@ def _text(name: str, value: Any) -> Constraint | None:
 
 FIELDS = {
     **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+    **fields.SAMPLERS,
     **{"model": fields.text, "input": responses_input.messages, "instructions": fields.text},
     **{"max_output_tokens": fields.between(1, fields.MOST_NEW), "stream": fields.truth},
     **{"tools": responses_input.offered, "tool_choice": _choice, "parallel_tool_calls": fields.truth},

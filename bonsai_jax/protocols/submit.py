@@ -10,13 +10,15 @@ import json
 from typing import Any, cast
 
 from bonsai_jax import constraints
-from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
+from bonsai_jax.decoding import breakers
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import FieldError
+from bonsai_jax.protocols.fields import SAMPLERS
 from bonsai_jax.protocols.request import Request
+from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.answer_parser import CLOSE, OPEN
 from bonsai_jax.tokens.calls import Thought, tool_grammar
 from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -58,12 +60,23 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
     each_constraint = [constraint(request, model, ids) for ids in prompts]
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
+    check_breakers(sampling, model)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
     how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
     return [
         Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, "constraint": must, **how})
         for ids, own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
     ]
+
+
+def check_breakers(sampling: SamplingParams, model: Model) -> None:
+    """Compile DRY's sequence breakers. Raises FieldError for more than there is room for."""
+    if sampling.dry:
+        try:
+            breakers.compiled(sampling.dry_sequence_breakers, model.tokenizer, model.config.vocab_size)
+        except ValueError as error:
+            prefix = "SamplingParams: dry_sequence_breakers "
+            raise FieldError("dry_sequence_breakers", str(error).removeprefix(prefix)) from None
 
 
 def constraint(request: Request, model: Model, ids: list[int]) -> Constraint | None:
@@ -207,4 +220,7 @@ def submitted(engine: Engine, request: Request, one: Submission, owner: str = ""
         return engine.submit(one.ids, **one.options, owner=owner)
     except ValueError as error:
         named = (name for name in ("logit_bias", "logprobs") if name in str(error))
+        raise FieldError(next(named, request.where), str(error)) from None
+    except NotImplementedError as error:  # in an engine that speculates
+        named = (name for name in SAMPLERS if name in request.sampling)
         raise FieldError(next(named, request.where), str(error)) from None

@@ -5,6 +5,7 @@ from bonsai_jax.server.schemas import (
     FUNCTION,
     NUMBER,
     OBJECT,
+    SAMPLERS,
     TEXT,
     TRUTH,
     WHOLE,
@@ -20,6 +21,7 @@ SAMPLING = {
     "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
     "top_p": between(0, 1, "number"),
     "top_k": between(-1, 2**31 - 1),
+    **SAMPLERS,
 }
 
 

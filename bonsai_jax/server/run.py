@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import signal
@@ -132,7 +133,8 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
     began = time.perf_counter()
     if compile:
         try:
-            await service.in_thread(service.engine.warmup)
+            samplers = service.settings.sampling.chained
+            await service.in_thread(functools.partial(service.engine.warmup, samplers=samplers))
         except Exception as error:
             if not service.draining:
                 log.error("warming up failed: %s", error)

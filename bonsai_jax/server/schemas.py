@@ -2,6 +2,9 @@
 
 from typing import Any
 
+from bonsai_jax.protocols import fields
+from bonsai_jax.sampling_params import LONGEST_BREAKER, MOST
+
 Schema = dict[str, Any]
 
 TEXT, TRUTH, NUMBER, WHOLE, OBJECT = (
@@ -28,6 +31,20 @@ def closed(required: dict[str, Schema], optional: dict[str, Schema] | None = Non
     return {"type": "object", "properties": required | nullable, "required": list(required)}
 
 
+_SIZE, _SHARE, _COUNT = between(0, MOST, "number"), between(0, 1, "number"), between(0, 2**31 - 1)
+SAMPLERS = {  # of every protocol: fields.SAMPLERS
+    **dict.fromkeys(("typical_p", "typ_p", "xtc_probability", "xtc_threshold"), _SHARE),
+    **dict.fromkeys(("dry_multiplier", "dry_base", "mirostat_tau", "mirostat_eta"), _SIZE),
+    **dict.fromkeys(("dynatemp_range", "dynatemp_exponent"), _SIZE),
+    **dict.fromkeys(("min_tokens", "dry_allowed_length"), _COUNT),
+    "top_n_sigma": between(-MOST, MOST, "number"),
+    "dry_penalty_last_n": between(-1, 2**31 - 1),
+    "dry_sequence_breakers": {
+        **listed({"type": "string", "minLength": 1, "maxLength": LONGEST_BREAKER}),
+        "maxItems": fields.MOST_BREAKERS,
+    },
+    "mirostat": {"enum": [0, 2]},
+}
 FUNCTION = {"type": "string", "pattern": r"^[A-Za-z0-9_.:/-]{1,128}$"}
 CALL = closed({"id": TEXT, "function": closed({"name": TEXT, "arguments": TEXT})})
 TOOL = closed(

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from bonsai_jax import choices
-from bonsai_jax.config import SamplingParams
+from bonsai_jax.sampling_params import SamplingParams
 
 MEGABYTE = 2**20
 

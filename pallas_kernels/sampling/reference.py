@@ -140,10 +140,10 @@ def truncate(rules: Rules, logits: Float[Array, "B V"]) -> Bool[Array, "B V"]:
     def by_thresholds():
         order = sortable(logits)
         k = jnp.where(rules.top_k > 0, rules.top_k, logits.shape[1])
-        keep = order >= _threshold(order, jnp.ones_like(logits), k.astype(jnp.float32))[:, None]
+        keep = order >= threshold(order, jnp.ones_like(logits), k.astype(jnp.float32))[:, None]
         weight = jnp.where(keep, p, 0.0)
         least = jnp.maximum(rules.top_p * weight.sum(-1), 1e-30)  # the likeliest stays, whatever top_p
-        nucleus = order >= _threshold(order, weight, least)[:, None]
+        nucleus = order >= threshold(order, weight, least)[:, None]
         return keep & (nucleus | (rules.top_p >= 1)[:, None])
 
     cut = jnp.any((rules.top_k > 0) | (rules.top_p < 1))
@@ -158,7 +158,7 @@ def sortable(x: Float[Array, "*shape"]) -> UInt32[Array, "*shape"]:
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+def threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
     """uint32 [B]: the largest t for which the weights of {order >= t} sum to target or more; 0 if none does.
 
     Found from the highest bit down, in 32 passes over the row.

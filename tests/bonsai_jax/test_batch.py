@@ -207,7 +207,11 @@ def test_the_package_openai_reads_the_answers(answers):
 @pytest.mark.parametrize(
     ("url", "body", "message"),
     [
-        (TEXT, {"promt": "x"}, "promt: not a field that /v1/completions takes; it takes best_of, echo,"),
+        (
+            TEXT,
+            {"promt": "x"},
+            "promt: not a field that /v1/completions takes; it takes best_of, dry_allowed_length,",
+        ),
         (TEXT, {}, "prompt: missing"),
         (TEXT, {"prompt": []}, "prompt: [] is not a text, a list of token ids, or a list of these"),
         (TEXT, {"prompt": [1, "x"]}, "prompt: [1, 'x'] is not"),

@@ -9,6 +9,7 @@ import typer
 
 from bonsai_jax import RunConfig, SamplingParams, choices
 from bonsai_jax.cli import COMMANDS, aliases, app, options
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 from pallas_kernels import cache_layouts
 from pallas_kernels.problems import Step
@@ -76,8 +77,8 @@ def test_a_run_config_takes_the_choices_and_no_other_value(name):
 
 def test_defaults_are_those_of_the_library():
     assert options.RunOptions().config(context=0) == dataclasses.replace(RunConfig(), batch_size=1)
-    assert options.SamplingOptions().params() == SamplingParams()
-    assert options.SamplingOptions(seed=7).params() == SamplingParams(seed=7)
+    assert SamplingOptions().params() == SamplingParams()
+    assert SamplingOptions(seed=7).params() == SamplingParams(seed=7)
 
 
 def test_a_proposer_that_needs_the_draft_layer_has_it_loaded():

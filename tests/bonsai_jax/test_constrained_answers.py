@@ -375,7 +375,7 @@ def test_submit_refuses_what_cannot_be_compiled(engine):
 def test_an_engine_without_constraints_compiles_none_of_their_programs(engine):
     with bj.Engine(tiny(), **SHAPE) as fresh:
         fresh.submit("x", GREEDY, max_new_tokens=3).result(60)
-        assert fresh._loop.runner._split_programs is None and not fresh._loop.scheduler.compiled_split
+        assert not fresh._loop.runner._others and not fresh._loop.scheduler.compiled_split
         fresh.submit("x", GREEDY, max_new_tokens=3, constraint=WORDS).result(60)
         assert fresh._loop.scheduler.compiled_split and not fresh._loop.scheduler.constrained
         assert fresh.submit("x", GREEDY, max_new_tokens=3).result(60).finish_reason == "length"

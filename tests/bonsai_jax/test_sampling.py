@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bonsai_jax.config import RunConfig, SamplingParams
+from bonsai_jax.config import RunConfig
 from bonsai_jax.decoding.sampling import read_prompt, sample, sampler
+from bonsai_jax.sampling_params import SamplingParams
 from pallas_kernels.sampling import reference
 
 V = 50

@@ -168,6 +168,14 @@ ANSWERS = {
 WRONG = {
     "SamplingParams": {
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), WRONG_NUMBERS),
+        **dict.fromkeys(("typical_p", "xtc_probability", "xtc_threshold"), WRONG_NUMBERS),
+        **dict.fromkeys(("dry_multiplier", "dry_base", "dynatemp_range", "dynatemp_exponent"), WRONG_NUMBERS),
+        **dict.fromkeys(("mirostat_tau", "mirostat_eta"), WRONG_NUMBERS),
+        "top_n_sigma": WRONG_PENALTIES,
+        **dict.fromkeys(("min_tokens", "dry_allowed_length"), WRONG_COUNTS),
+        "dry_penalty_last_n": [*NO_NUMBERS, *TRUTHS, NAN, -2, 1.5],
+        "mirostat": [*NO_NUMBERS, *TRUTHS, NAN, 1, 3, -1],
+        "dry_sequence_breakers": [*NO_SOURCES, "\n", [""], ["x", 3], ["x" * 41], ["\ud800"]],
         **dict.fromkeys(("presence_penalty", "frequency_penalty"), WRONG_PENALTIES),
         "top_k": WRONG_COUNTS,
         "temperature_first": WRONG_FLAGS,

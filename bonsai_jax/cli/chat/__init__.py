@@ -30,6 +30,7 @@ from bonsai_jax.cli.chat.commands import Outcome, Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.cli.chat.local import Models
 from bonsai_jax.cli.chat.server_options import ServerOptions
+from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 from bonsai_jax.progress import lines_shown_by, notice
 
@@ -64,7 +65,7 @@ def command(
     ] = False,
     speculate: options.Speculate = None,
     answers: options.AnswerOptions,
-    sampling: options.SamplingOptions,
+    sampling: SamplingOptions,
     run: options.RunOptions,
     devices: options.DeviceOptions,
 ) -> None:

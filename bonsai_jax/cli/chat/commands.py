@@ -103,13 +103,18 @@ def _set(session: Session, text: str) -> Outcome:
 def settings(conversation: Conversation) -> dict[str, object]:
     """What /set changes, by name."""
     fields = dataclasses.asdict(conversation.sampling)
-    values = {name: value for name, value in fields.items() if name != "logit_bias"}
-    for name in conversation.backend.fixed:
-        del values[name]
+    unset = {"logit_bias", "dry_sequence_breakers", *conversation.backend.fixed}  # lists, and what others set
+    values = {name: value for name, value in fields.items() if name not in unset}
     return {**values, "max_new_tokens": conversation.max_new_tokens, "think": conversation.think}
 
 
-OUR_SETTINGS = {"temp": "temperature", "repeat_penalty": "repetition_penalty"}
+OUR_SETTINGS = {
+    "temp": "temperature",
+    "repeat_penalty": "repetition_penalty",
+    "typical": "typical_p",
+    "top_nsigma": "top_n_sigma",
+    "dynatemp_exp": "dynatemp_exponent",
+}
 
 
 def setting_name(name: str) -> str:
