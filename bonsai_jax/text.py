@@ -85,6 +85,8 @@ def generate(
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in, so define it once for all calls. It must treat each row by itself; rows
                     that look at each other need generate_tokens
+    constraint      what answers must match, one for all prompts or one each: after a thought, if the prompt is
+                    a chat whose template has them
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
     Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
@@ -97,7 +99,7 @@ def generate(
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
-    constraints = each_constraint(model, constraint, len(ids), speculate)
+    constraints = each_constraint(model, constraint, ids, speculate)
     pieces: list[list[Any]] = [[] for _ in ids]
     requests = list(zip(ids, per_row, constraints, [_taking(parts) for parts in pieces], strict=True))
     if read is not None:
@@ -140,7 +142,7 @@ def stream(
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    compiled = compiled_constraint(model, constraint, speculate)
+    compiled = compiled_constraint(model, constraint, ids, speculate)
     request = ids, checked_sampling(sampling), compiled, _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
@@ -177,7 +179,7 @@ def compile_ahead(
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, (), False) | {"logprobs": options["logprobs"]}
-    constraints = each_constraint(model, constraint, len(ids), speculate)
+    constraints = each_constraint(model, constraint, ids, speculate)
     per_row = each_sampling(sampling, len(ids))
     requests = [(*each, _taking([])) for each in zip(ids, per_row, constraints, strict=True)]
     if not requests:

@@ -5,6 +5,7 @@ reach are the tokens that may come next. Forced tokens are those of the only tex
 tokenizer would cut it; an answer always gets them, so that its tokens do not depend on how they are read.
 """
 
+import dataclasses
 import functools
 import json
 import re
@@ -18,6 +19,8 @@ import numpy as np
 from jaxtyping import UInt32
 
 from bonsai_jax.constraints.constraint import Constraint
+from bonsai_jax.tokens.calls import harmony
+from bonsai_jax.tokens.calls.grammar import Rules
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.tokens.vocabulary import CONTROL, UNKNOWN
 
@@ -38,15 +41,17 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
     thread; llguidance releases the GIL.
 
     vocab_size   of the model, which can exceed the tokenizer's
+    A constraint that leaves its thought open has none.
     Raises ValueError for a constraint that cannot be compiled, or that no text matches, and ImportError where
     llguidance is not installed.
     """
     tokens = _tokens(tokenizer, vocab_size)
+    constraint = dataclasses.replace(constraint, thought=constraint.thought or "none")
     with _LOCK:
         if compiled := tokens.compiled.get(constraint):
             tokens.compiled.move_to_end(constraint)
             return compiled
-    compiled = Compiled(constraint, tokens)
+    compiled = Compiled(constraint.kind, _with_thought(constraint, tokenizer), tokens)
     with _LOCK:
         tokens.compiled[constraint] = compiled
         while len(tokens.compiled) > MOST_COMPILED:
@@ -57,11 +62,11 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
 class Compiled:
     """A constraint for a model's tokens. `matcher` makes a Matcher for each answer."""
 
-    def __init__(self, constraint: Constraint, tokens: "_Tokens"):
+    def __init__(self, kind: str, grammar: str, tokens: "_Tokens"):
         from llguidance import LLMatcher, LLParserLimits
 
-        own = LLMatcher(tokens.trie, _grammar(constraint), log_level=0, limits=LLParserLimits(**LIMITS))
-        self._start = Matcher(constraint.kind, tokens, own)
+        own = LLMatcher(tokens.trie, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        self._start = Matcher(kind, tokens, own)
         self._start.find()
 
     def matcher(self) -> "Matcher":
@@ -204,6 +209,19 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # of any kind: it is not ours
         raise ValueError(f"grammar: {error}") from None
+
+
+def _with_thought(constraint: Constraint, tokenizer: Tokenizer) -> str:
+    """The grammar of whole answers: what comes before the text that must match, and that text, as a grammar
+    of its own within the other."""
+    grammar, thought = _grammar(constraint), constraint.thought
+    if thought in (None, "none"):
+        return grammar
+    rules = Rules(tokenizer.control_ids)
+    before = harmony.before(rules, thought) if tokenizer.writes_harmony else rules.thought(thought)
+    own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    whole = {"lark_grammar": rules.written(f"{before} @answer")}
+    return json.dumps({"grammars": [whole, own | {"name": "answer"}]})
 
 
 def _reason(own: Any) -> str:

@@ -185,7 +185,8 @@ class Engine:
         priority   requests of higher priority get a row first, and keep it when pages run out
         logprobs   alternatives for each token, at most the engine's
         n          answers, with seeds seed, seed + 1, ...; at most 4,096
-        constraint what every answer must match. It is compiled in this thread, which can take a second;
+        constraint what every answer must match, after a thought if the prompt is a chat whose template has
+                   them. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
         owner      requests share cached beginnings of prompts with those of the same owner alone
         The other arguments are those of `generate`.
@@ -198,7 +199,7 @@ class Engine:
         n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
-        compiled_constraint(self.model, constraint, self.options.speculate)
+        constraint = compiled_constraint(self.model, constraint, ids, self.options.speculate)
         kind("owner", owner, str, "a name")
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
