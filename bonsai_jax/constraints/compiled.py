@@ -7,6 +7,7 @@ tokenizer would cut it; an answer always gets them, so that its tokens do not de
 
 import dataclasses
 import functools
+import importlib.util
 import json
 import re
 import threading
@@ -57,6 +58,18 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
         while len(tokens.compiled) > MOST_COMPILED:
             tokens.compiled.popitem(last=False)
     return compiled
+
+
+def installed() -> bool:
+    """Whether llguidance is."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def prepare(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Make what all constraints for these tokens need, unless it is made, or the tokenizer has no token that
+    ends an answer."""
+    if any(token < vocab_size for token in tokenizer.eos_ids):
+        _tokens(tokenizer, vocab_size)
 
 
 class Compiled:

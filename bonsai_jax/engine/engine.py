@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bonsai_jax import forks
+from bonsai_jax import constraints, forks
 from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.constraints import Constraint
@@ -166,6 +166,18 @@ class Engine:
         if failed:
             raise failed[0]
 
+    def compile_constrained(self) -> None:
+        """Begin to compile, in other threads and without haste, what the first request with a constraint
+        needs, and return at once. Requests go on meanwhile, and those with a constraint wait for their own
+        programs only. Without llguidance it does nothing.
+
+        Raises RuntimeError if the engine is closed or has failed.
+        """
+        if constraints.installed():
+            tokens = self.model.tokenizer, self.model.config.vocab_size
+            threading.Thread(target=constraints.prepare, args=tokens, name="bonsai-jax tokens").start()
+            self._send(self._loop.compile_constrained)
+
     def submit(
         self,
         prompt: Prompt,
@@ -199,7 +211,7 @@ class Engine:
         n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
-        constraint = compiled_constraint(self.model, constraint, ids, self.options.speculate)
+        constraint = compiled_constraint(self.model, constraint, ids)
         kind("owner", owner, str, "a name")
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed

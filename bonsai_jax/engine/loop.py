@@ -6,6 +6,7 @@
 It runs in a thread of its own (engine.py), or in the thread that waits for the answers (text.py).
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -200,6 +201,16 @@ class Loop:
         if constraints:
             self.scheduler.compiled_split.update(self._sizes())
 
+    def compile_constrained(self) -> None:
+        """Begin to compile the programs of split steps, one after another in another thread."""
+        compiled, sizes = self.scheduler.compiled_split, self._sizes()
+
+        def done(future: concurrent.futures.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                compiled.update(sizes)  # requests that came earlier had to take few of them
+
+        self.runner.compile_split(self._every_split_call()).add_done_callback(done)
+
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
         for call in self._every_call():
@@ -299,6 +310,11 @@ class Loop:
             asked = self._asked(itertools.chain(*plan.writes))
             drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
             self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
+        if any(plan.guesses):
+            asked = self._asked(itertools.chain(*plan.guesses))
+            call = self.runner.decode(plan.guesses, plan.guess_rows, plan.steps, asked)
+            rows = list(numbered(plan.guesses, plan.guess_rows))
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
 
     def _remembers(self, request: Request) -> bool:
         o = self.options

@@ -103,7 +103,7 @@ class Read:
 
 @dataclasses.dataclass
 class Plan:
-    """Work for the devices: a prefill, then draws of split steps, then decode steps.
+    """Work for the devices: a prefill, then draws of split steps, then decode steps, then guesses.
 
     reads    for each device the chunks of the prefill
     shape    (rows, tokens) of the prefill's array on each device
@@ -113,6 +113,8 @@ class Plan:
     draws    for each device the requests that draw after the prefill, before the decode steps, with their
              rows, which after this plan may be another's
     split    the prefill draws nothing, and in place of decode steps `writes` read their newest token
+    guesses  for each device the requests that take a whole step, with speculation, while others' are split
+    guess_rows   of their decode program
     """
 
     reads: list[list[Read]]
@@ -122,6 +124,8 @@ class Plan:
     steps: int
     draws: list[list[tuple[Request, int]]] = dataclasses.field(default_factory=list)
     split: bool = False
+    guesses: list[list[Request]] = dataclasses.field(default_factory=list)
+    guess_rows: int = 0
 
 
 def row_sizes(most: int) -> list[int]:

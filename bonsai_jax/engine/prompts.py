@@ -65,7 +65,6 @@ def each_constraint(
     model: Model,
     constraint: Constraint | Sequence[Constraint | None] | None,
     ids: Sequence[Ids],
-    speculate: str | None,
 ) -> list[Constraint | None]:
     """One constraint, or None, for each prompt. Errors as for `compiled_constraint`."""
     each = constraint if isinstance(constraint, list | tuple) else [constraint] * len(ids)
@@ -73,10 +72,10 @@ def each_constraint(
         raise ValueError(
             f"constraint: {len(each)} constraints for {len(ids)} prompts; give one for all, or one each"
         )
-    return [compiled_constraint(model, one, own, speculate) for one, own in zip(each, ids, strict=True)]
+    return [compiled_constraint(model, one, own) for one, own in zip(each, ids, strict=True)]
 
 
-def compiled_constraint(model: Model, constraint: Any, ids: Ids, speculate: str | None) -> Constraint | None:
+def compiled_constraint(model: Model, constraint: Any, ids: Ids) -> Constraint | None:
     """The constraint of an answer to this prompt, with what comes before (thoughts.py), compiled. Raises
     TypeError for what is neither one nor None, ValueError for one that cannot be compiled, and
     NotImplementedError where draws have no masks."""
@@ -84,8 +83,6 @@ def compiled_constraint(model: Model, constraint: Any, ids: Ids, speculate: str 
         return None
     remedy = 'a constraint, such as bj.regex("[0-9]+") or bj.json_schema({...})'
     arguments.kind("constraint", constraint, Constraint, remedy)
-    if speculate is not None:
-        raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
     if jax.process_count() > 1:
         raise NotImplementedError("constraint over several processes; one process can use many devices")
     if constraint.thought is None:

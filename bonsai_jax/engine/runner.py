@@ -227,6 +227,12 @@ class Runner:
         """Start to load or compile the program of a call in another thread."""
         return self._programs(call).compile(call)
 
+    def compile_split(self, calls: Sequence[Call]) -> concurrent.futures.Future[None]:
+        """Load or compile these programs of split steps in another thread, one after another."""
+        self.split()
+        assert self._split_programs is not None
+        return self._split_programs.compile_in_turn(calls)
+
     def finish_alone(self) -> None:
         """Take no more calls; threads finish the programs that they have begun."""
         for programs in (self.programs, self._split_programs):

@@ -9,7 +9,8 @@ the `least` and `most` tokens that dispatched work will have drawn. Rows and pag
 request as soon as they are released, because the device runs one plan after another.
 
 While any request has a constraint, steps of all are split (split_rows.py): a plan draws for the requests
-whose masks are ready, then reads what they drew.
+whose masks are ready, then reads what they drew. Split steps do not speculate. So in an engine that does,
+requests without a constraint take whole steps beside them.
 """
 
 import bisect
@@ -93,8 +94,15 @@ class Scheduler:
         reads, shape = self._reads()
         draws = self._draws() if split or was_split else [[] for _ in self.devices]
         writes, steps = self._writes()
-        rows = self._decode_rows(max(map(len, [*draws, *writes])))
-        return Plan(reads, shape, writes, rows, steps, draws, split) if any(reads) or rows else None
+        guesses: list[list[Request]] = [[] for _ in writes]
+        if split and self.limits.width > 1:
+            guesses = [[r for r in requests if not r.constrained] for requests in writes]
+            writes = [[r for r in requests if r.constrained] for requests in writes]
+        rows = self._decode_rows(max(map(len, [*draws, *writes])), self._compiled)
+        guess_rows = self._decode_rows(max(map(len, guesses)), self.compiled)
+        if not (any(reads) or rows or guess_rows):
+            return None
+        return Plan(reads, shape, writes, rows, steps, draws, split, guesses, guess_rows)
 
     def force(self, request: Request, tokens: list[int]) -> bool:
         """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
@@ -304,7 +312,7 @@ class Scheduler:
             for (request, left), pages in zip(pairs, growth, strict=True):
                 if pages > 0:
                     request.table += device.pages.take(pages)
-                if self.constrained:
+                if self.constrained and (request.constrained or self.limits.width == 1):
                     request.undrawn = True
                 else:
                     request.flights.append((min(steps, left), self._most(left, steps)))
@@ -331,11 +339,10 @@ class Scheduler:
         size = self.limits.page_size
         return [-(-(r.stored + self._most(left, steps)) // size) - len(r.table) for r, left in pairs]
 
-    def _decode_rows(self, busiest: int) -> int:
+    def _decode_rows(self, busiest: int, compiled: set[int | tuple[int, int]]) -> int:
         """Rows of the smallest compiled program that has room for this many; else of the largest program."""
         if not busiest:
             return 0
-        compiled = self._compiled
         sizes = [n for n in self.limits.row_sizes if n >= busiest and n in compiled]
         rows = min(sizes, default=self.limits.max_batch_size)
         compiled.add(rows)
