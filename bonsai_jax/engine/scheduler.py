@@ -315,7 +315,7 @@ class Scheduler:
                 if self.constrained and (request.constrained or self.limits.width == 1):
                     request.undrawn = True
                 else:
-                    request.flights.append((min(steps, left), self._most(left, steps)))
+                    request.flights.append((min(steps, left), self._most(request, left, steps)))
         return [[r for r, _ in pairs] for pairs in writers], steps
 
     def _step_limit(self, least_left: int) -> int:
@@ -330,14 +330,15 @@ class Scheduler:
             return min(max(least, least_left), most)
         return self.idle_steps
 
-    def _most(self, left: int, steps: int) -> int:
+    def _most(self, request: Request, left: int, steps: int) -> int:
         """Most tokens that a row can draw in this many steps."""
-        return min(steps * self.limits.width, self.limits.steps, left)
+        width = 1 if request.constrained else self.limits.width
+        return min(steps * width, self.limits.steps, left)
 
     def _growths(self, pairs: list[tuple[Request, int]], steps: int) -> list[int]:
         """Pages that each request needs in addition for this many steps; 0 or less where it needs none."""
         size = self.limits.page_size
-        return [-(-(r.stored + self._most(left, steps)) // size) - len(r.table) for r, left in pairs]
+        return [-(-(r.stored + self._most(r, left, steps)) // size) - len(r.table) for r, left in pairs]
 
     def _decode_rows(self, busiest: int, compiled: set[int | tuple[int, int]]) -> int:
         """Rows of the smallest compiled program that has room for this many; else of the largest program."""
