@@ -220,6 +220,13 @@ def test_a_thought_is_free_and_the_answer_keeps_to_its_schema(served, client):
     got = client.responses.create(model="any", input="Plan it.", text=form, max_output_tokens=limit(THINKS))
     jsonschema.validate(json.loads(got.output_text), TRIP)
     assert [item.type for item in got.output] == ["reasoning", "message"]
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other:
+        config = {"format": {"type": "json_schema", "schema": TRIP}}
+        answer = other.messages.create(
+            model="any", max_tokens=limit(THINKS), messages=ASKED, output_config=config
+        )
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    jsonschema.validate(json.loads(answer.content[1].text), TRIP)
 
 
 def test_without_reasoning_the_schema_holds_from_the_first_token(served, client):
