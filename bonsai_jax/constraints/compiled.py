@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt32
@@ -88,6 +88,13 @@ class Compiled:
             return self._start.copy()
 
 
+class _Next(NamedTuple):
+    """What may come after a draft."""
+
+    allowed: UInt32[np.ndarray, "words"]
+    forced: list[int]
+
+
 class Matcher:
     """Where one answer stands in its constraint. One thread at a time.
 
@@ -95,6 +102,8 @@ class Matcher:
     ends      after these the answer is complete
     complete  nothing may follow but the end
     past_end  the answer goes on as long as it can: tokens that end it are not allowed
+    drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
+              goes on, and finds what may come after each
     """
 
     def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
@@ -102,6 +111,8 @@ class Matcher:
         self._bits = np.zeros(tokens.words, np.uint32)
         self.forced: list[int] = []
         self.ends = self.complete = self.past_end = False
+        self.drafts: list[int] = []
+        self._after: list[_Next] = []  # of each draft
 
     @property
     def allowed(self) -> UInt32[np.ndarray, "words"]:
@@ -110,19 +121,31 @@ class Matcher:
             return _one(self.forced[0], len(self._bits))
         return self._bits & ~self._tokens.end_bits if self.past_end else self._bits
 
+    @property
+    def allowed_along(self) -> UInt32[np.ndarray, "drafts+1 words"]:
+        """`allowed`, now and after each of `drafts`."""
+        return np.stack([self.allowed, *(after.allowed for after in self._after)])
+
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
         them, or has become too large."""
         self._go_on(self._own, tokens)
-        same = self.forced[: len(tokens)] == list(tokens)
-        self.forced = self.forced[len(tokens) :] if same else []
+        forced, newest = self.forced, list(tokens)
+        if len(newest) > 1 and newest[:-1] == self.drafts[: len(newest) - 1]:
+            forced, newest = self._after[len(newest) - 2].forced, newest[-1:]
+        self.forced = forced[len(newest) :] if forced[: len(newest)] == newest else []
+        self.drafts, self._after = [], []
         self.complete = self._own.is_stopped()
 
     def find(self) -> None:
         """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
         or the constraint has become too large."""
-        if self.forced or self.complete:
-            return
+        if not (self.forced or self.complete):
+            self._find_next()
+        if self.drafts:
+            self._find_along()
+
+    def _find_next(self) -> None:
         self.forced = self._own.compute_ff_tokens()
         if self.forced:
             after = self._own.deep_copy()
@@ -133,6 +156,26 @@ class Matcher:
             self._own.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._own.is_error():
             raise ValueError(f"{self._kind}: {_reason(self._own)}")
+
+    def _find_along(self) -> None:
+        """Cut the drafts where one is not allowed, ends the answer, or makes the constraint too large, and
+        find what may come after each."""
+        drafts, self.drafts, self._after = self.drafts, [], []
+        further = self.copy()
+        for token in drafts:
+            word, bit = divmod(token, 32)
+            bits = further.allowed & ~self._tokens.end_bits
+            if not bits[word] >> np.uint32(bit) & 1:
+                return
+            try:
+                further.consume([token])
+                further.find()
+            except ValueError:
+                return
+            if further.complete:
+                return
+            self.drafts.append(token)
+            self._after.append(_Next(further.allowed, list(further.forced)))
 
     def copy(self) -> "Matcher":
         """Another one at the same place."""

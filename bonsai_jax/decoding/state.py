@@ -43,7 +43,7 @@ class State(struct.PyTreeNode):
     sampler     each row's sampling parameters, key and token counts
     speculation  what `decode` proposes tokens from; None: it does not speculate
     hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
-                are two programs (engine/split_rows.py); else None
+                are two programs (engine/split_rows.py), or [B, W, H], after proposals too; else None
     """
 
     cache: KVCache
@@ -52,7 +52,7 @@ class State(struct.PyTreeNode):
     stop_ids: Int[Array, "B S"]
     sampler: Sampler
     speculation: Speculation | None = None
-    hidden: Float[Array, "B H"] | None = None
+    hidden: Float[Array, "B *W H"] | None = None
 
 
 class Drawn(NamedTuple):

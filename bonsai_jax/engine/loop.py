@@ -26,7 +26,7 @@ from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
-from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
+from bonsai_jax.engine.runner import Allowed, Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
@@ -40,12 +40,14 @@ class Flight:
 
     rows    the places in its results of the requests that draw
     steps   of decode; 0: it is a prefill
+    guesses columns at the end of its results that propose what follows (split_guesses.py)
     """
 
     plan: Plan
     rows: list[tuple[int, Request]]
     dispatch: Dispatch
     steps: int = 0
+    guesses: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +305,8 @@ class Loop:
             asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
             call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
-            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
+            guesses = self.runner.limits.guess_width - 1
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1, guesses=guesses))
         if plan.split and any(plan.writes):
             self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
         elif any(plan.writes):
@@ -323,10 +326,14 @@ class Loop:
     def _rules(self, request: Request) -> np.ndarray:
         return self.answers[request].rules
 
-    def _allowed(self, request: Request) -> np.ndarray | None:
-        """The mask of a request's next draw; None: it has no constraint."""
+    def _allowed(self, request: Request) -> Allowed | None:
+        """What a request may draw next; None: it has no constraint."""
         matcher = self.answers[request].matcher
-        return None if matcher is None else matcher.allowed
+        if matcher is None:
+            return None
+        if request.verifies:
+            return Allowed(matcher.drafts, matcher.allowed_along)
+        return Allowed([], matcher.allowed[None])
 
     def _asked(self, requests: Iterable[Request]) -> int | None:
         if self.options.logprobs is None or all(self.answers[r].logprobs is None for r in requests):
@@ -343,21 +350,23 @@ class Loop:
         drawn, scores = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
             self.runner.wait_until_started(self._flying[0].dispatch)
-        steps, tokens = drawn[:, 0], drawn[:, 1:]
+        end = drawn.shape[1] - flight.guesses
+        steps, tokens, guesses = drawn[:, 0], drawn[:, 1:end], drawn[:, end:].tolist()
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
         for i, request in flight.rows:
             new = tokens[i][: counts[i]]
-            least = self._record(request, new)
+            least = self._record(request, new, guesses[i])
             self._untold.append((request, len(new), steps[i], scores, i, least))
         self.constrained.send()
         if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
             self._tell_all()
         self._time(flight)
 
-    def _record(self, request: Request, new: list[int]) -> int:
-        """Note what a request has drawn. Returns the tokens that it draws at least, unless it ends."""
+    def _record(self, request: Request, new: list[int], guesses: list[int]) -> int:
+        """Note what a request has drawn, and what is proposed to follow. Returns the tokens that it draws at
+        least, unless it ends."""
         least, _ = request.flights.popleft()
         answer = self.answers.get(request)
         if not request.ended and answer is not None:
@@ -365,7 +374,7 @@ class Loop:
             answer.untold += new
             if answer.matcher is not None:
                 try:
-                    self.constrained.drawn(answer, new)
+                    self.constrained.drawn(answer, new, guesses)
                 except ValueError as error:
                     self._finish(answer, error)
         return least

@@ -31,6 +31,8 @@ class Request:
     constrained    each of its draws needs a mask
     ready          the host has the mask for its next draw
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
+    guessed        its newest token is read with guesses (split_guesses.py)
+    verifies       likewise for the token before, of the plan that draws
     """
 
     prompt: Any
@@ -55,6 +57,8 @@ class Request:
     constrained: bool = False
     ready: bool = True
     undrawn: bool = False
+    guessed: bool = False
+    verifies: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -145,6 +149,7 @@ class Limits:
     prefill_cost the fixed cost of a prefill, in tokens
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
+    guess_width  likewise a row with a constraint; 1: nothing is guessed for it
     checkpoints  for recurrent states; None: the model has only pages
     reserve      a request takes the pages for its whole answer when it starts, so that none is pre-empted
     """
@@ -157,6 +162,7 @@ class Limits:
     prefill_cost: int
     steps: int
     width: int = 1
+    guess_width: int = 1
     checkpoints: int | None = None
     reserve: bool = False
 
@@ -170,6 +176,7 @@ class Limits:
         prefill_cost: int = 100,
         steps: int = 64,
         width: int = 1,
+        guess_width: int = 1,
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
@@ -194,6 +201,7 @@ class Limits:
             prefill_cost=prefill_cost,
             steps=steps,
             width=width,
+            guess_width=guess_width,
             checkpoints=checkpoints,
             reserve=reproducible,
         )

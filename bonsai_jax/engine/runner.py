@@ -14,10 +14,11 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from bonsai_jax import machine
 from bonsai_jax.config import SamplingParams
@@ -26,7 +27,7 @@ from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine import split_rows
+from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.engine.programs import Call, Programs
@@ -59,6 +60,14 @@ class Dispatch:
     started: threading.Event
 
 
+class Allowed(NamedTuple):
+    """What a request may draw. drafts: tokens that were read after its newest; masks: of the next token, and
+    of that after each of them."""
+
+    drafts: list[int]
+    masks: UInt32[np.ndarray, "drafts+1 words"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Fixed when an engine is made: see Engine. biases: room for a request's logit biases."""
@@ -86,7 +95,6 @@ class Runner:
     def __init__(self, model: Model, options: Options, *, threaded: bool):
         self.model, self.options = model, options
         self.data = placement.size(model.mesh, placement.DATA)
-        self.limits = limits(model, options)
         threaded = threaded and jax.process_count() == 1  # all processes must dispatch in the same order
         self._thread = (
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
@@ -97,6 +105,7 @@ class Runner:
             needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
             machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
+        self.limits = limits(model, options, self._pool.cache.recurrent)
         self.programs = Programs(model, self._pool)
         self._split_programs: Programs | None = None  # None: no request has had a constraint
         self._hidden: Any = None  # State.hidden of the pool, which only split programs get
@@ -125,7 +134,7 @@ class Runner:
     def split(self) -> None:
         """Make ready for programs of split steps. Call it before the first."""
         if self._split_programs is None:
-            empty = lambda: split_rows.empty(self._pool, self.model)  # noqa: E731
+            empty = lambda: split_rows.empty(self._pool, self.model, self.limits.guess_width)  # noqa: E731
             self._hidden = empty() if self.model.loaded else jax.eval_shape(empty)
             self._split_programs = Programs(self.model, self._pool.replace(hidden=self._hidden))
 
@@ -177,30 +186,33 @@ class Runner:
         """split_rows.read_newest of these requests, padded to `rows` rows on each device."""
         columns = self._with_tables(writes, rows, 1)
         name, options = f"the reading of {rows} new tokens", {"taps": self.options.taps}
-        static = (self.model.config,)
-        return Call(name, split_rows.read_newest_rows, [columns], static, options, split=True)
+        static, guesses = (self.model.config,), self.limits.guess_width > 1
+        function = split_guesses.read_newest_rows if guesses else split_rows.read_newest_rows
+        return Call(name, function, [columns], static, options, split=True)
 
     def draw(
         self,
         draws: Sequence[Sequence[tuple[Request, int]]],
         rows: int,
-        allowed: Callable[[Request], np.ndarray | None],
+        allowed: Callable[[Request], Allowed | None],
         logprobs: int | None,
     ) -> Call:
-        """split_rows.draw for these requests and their rows, padded likewise. allowed: the mask of a request;
-        None: it may draw any token."""
-        columns = np.full(
-            (rows * self.data, 1 + split_rows.mask_words(self.model.config.vocab_size)), -1, "i4"
-        )
+        """split_rows.draw, or split_guesses.draw, for these requests and their rows, padded likewise.
+        allowed: None: a request may draw any token."""
+        width, words = self.limits.guess_width, split_rows.mask_words(self.model.config.vocab_size)
+        columns = np.full((rows * self.data, width + width * words), -1, "i4")
         columns[:, 0] = self._no_row
         for i, (request, row) in numbered(draws, rows):
             columns[i, 0] = row
-            if (mask := allowed(request)) is not None:
-                columns[i, 1:] = mask.view(np.int32)
+            if (own := allowed(request)) is not None:
+                columns[i, 1 : 1 + len(own.drafts)] = own.drafts
+                masks = own.masks.view(np.int32).ravel()
+                columns[i, width : width + len(masks)] = masks
         options = self._options(logprobs)
         del options["taps"]
         name, static = f"the draw of {rows} tokens", (self.model.config,)
-        return Call(name, split_rows.draw_rows, [columns], static, options, split=True)
+        function = split_guesses.draw_rows if width > 1 else split_rows.draw_rows
+        return Call(name, function, [columns], static, options, split=True)
 
     def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
@@ -293,7 +305,7 @@ class Runner:
         self._free()
         self._pool = self._empty_pool()
         if self._split_programs is not None:
-            self._hidden = split_rows.empty(self._pool, self.model)
+            self._hidden = split_rows.empty(self._pool, self.model, self.limits.guess_width)
 
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
@@ -368,8 +380,8 @@ class Runner:
                 array.delete()
 
 
-def limits(model: Model, o: Options) -> Limits:
-    """What the engine's programs can do."""
+def limits(model: Model, o: Options, recurrent: bool) -> Limits:
+    """What the engine's programs can do. recurrent: its cache has recurrent states."""
     on_cpu = platform() == "cpu"
     return Limits.for_engine(
         o.max_batch_size,
@@ -379,6 +391,7 @@ def limits(model: Model, o: Options) -> Limits:
         prefill_cost=1 if on_cpu else PREFILL_COST,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
+        guess_width=split_guesses.guess_width(o.speculate, recurrent, o.max_batch_size),
         checkpoints=o.checkpoints or None,
         reproducible=o.reproducible,
     )

@@ -9,8 +9,8 @@ the `least` and `most` tokens that dispatched work will have drawn. Rows and pag
 request as soon as they are released, because the device runs one plan after another.
 
 While any request has a constraint, steps of all are split (split_rows.py): a plan draws for the requests
-whose masks are ready, then reads what they drew. Split steps do not speculate. So in an engine that does,
-requests without a constraint take whole steps beside them.
+whose masks are ready, then reads what they drew. In an engine that speculates, requests without a constraint
+take whole steps beside them.
 """
 
 import bisect
@@ -120,7 +120,7 @@ class Scheduler:
                 request.read = request.stored
             request.table += pages.take(max(0, new))
             request.to_read = len(request.prompt) + len(request.said) + len(tokens)
-            request.undrawn = False
+            request.undrawn = request.guessed = False
         request.said += tokens
         return True
 
@@ -202,7 +202,7 @@ class Scheduler:
         if request.row is not None:
             device.free_rows.append(request.row)
         request.device = request.row = request.copy = request.checkpoint = None
-        request.table, request.undrawn = [], False
+        request.table, request.undrawn, request.guessed = [], False, False
 
     def _preempt(self, request: Request) -> None:
         """Take its pages for others. It waits, and later reads its prompt and answer like a prompt."""
@@ -277,7 +277,9 @@ class Scheduler:
             for d in self.devices
         ]
         for request, _ in itertools.chain(*draws):
-            request.flights.append((1, 1))
+            request.verifies, request.guessed = request.guessed, False
+            most = min(self.limits.guess_width, request.left) if request.verifies else 1
+            request.flights.append((1, most))
             request.undrawn, request.ready = False, not request.constrained
         return draws
 
@@ -313,7 +315,7 @@ class Scheduler:
                 if pages > 0:
                     request.table += device.pages.take(pages)
                 if self.constrained and (request.constrained or self.limits.width == 1):
-                    request.undrawn = True
+                    request.undrawn, request.guessed = True, self.limits.guess_width > 1
                 else:
                     request.flights.append((min(steps, left), self._most(request, left, steps)))
         return [[r for r, _ in pairs] for pairs in writers], steps
@@ -332,7 +334,7 @@ class Scheduler:
 
     def _most(self, request: Request, left: int, steps: int) -> int:
         """Most tokens that a row can draw in this many steps."""
-        width = 1 if request.constrained else self.limits.width
+        width = self.limits.guess_width if request.constrained else self.limits.width
         return min(steps * width, self.limits.steps, left)
 
     def _growths(self, pairs: list[tuple[Request, int]], steps: int) -> list[int]:
