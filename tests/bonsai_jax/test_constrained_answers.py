@@ -346,7 +346,8 @@ def test_constrained_rows_guess_too_and_a_mask_holds_after_each_guess(engine):
     assert sum(output.steps for output in outputs) < 0.6 * sum(output.steps for output in plain)
 
 
-@pytest.mark.parametrize("proposer", ["ngram", pytest.param("mtp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
 def test_speculation_and_recurrent_states(proposer):
     model = tiny(HYBRID) if proposer == "ngram" else with_draft_layer()
     how = {"constraint": [WORDS, None], "sampling": NOISE, "max_new_tokens": 50}

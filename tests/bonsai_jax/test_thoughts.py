@@ -95,7 +95,7 @@ SPACE = r"[\r\n]{0,4}"
 WHOLE = {  # regular expressions for answers
     ("tags", "none"): EXPRESSION,
     ("tags", "begun"): rf"(?:(?!</think>).)*</think>{SPACE}(?:{EXPRESSION})",
-    ("tags", "possible"): rf"(?:{SPACE}<think>(?:(?!</think>).)*</think>{SPACE})?(?:{EXPRESSION})",
+    ("tags", "possible"): rf"(?:<think>(?:(?!</think>).)*</think>{SPACE})?(?:{EXPRESSION})",
     ("harmony", "header"): rf"<\|channel\|>final<\|message\|>(?:{EXPRESSION})",
 }
 

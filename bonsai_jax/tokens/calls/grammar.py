@@ -18,7 +18,7 @@ from bonsai_jax.tokens.calls.values import types
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "TEXT: /(.|\\n)*/"
 OPEN, CLOSE = "<think>", "</think>"
-LINES = "/[\\r\\n]{0,4}/"  # around thoughts; where more may come, small models write nothing else
+LINES = "/[\\r\\n]{0,4}/"  # after a thought; where more may come, small models write nothing else
 
 # Before an answer: nothing, perhaps a thought, the rest of one, or in harmony a header alone.
 Thought = Literal["none", "possible", "begun", "header"]
@@ -61,7 +61,9 @@ class Rules:
         """An expression for a thought between tags."""
         if thought == "begun":
             return f"{self.until(CLOSE)} {LINES}"
-        whole = f"({LINES} {self.text(OPEN)} {self.until(CLOSE)} {LINES})?"
+        whole = (
+            f"({self.text(OPEN)} {self.until(CLOSE)} {LINES})?"  # no line before it: that begins answers, too
+        )
         return whole if thought == "possible" else ""
 
     def json(self, schema: Any) -> str:
