@@ -254,7 +254,11 @@ def test_a_call_that_is_forced_comes_after_a_thought(served, client):
         assert got.message.reasoning_content == SAID["tags"]
     tools = [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as other:
-        how = {"tools": tools, "tool_choice": {"type": "any"}, "thinking": {"type": "disabled"}}
+        how = {
+            "tools": tools,
+            "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
+            "thinking": {"type": "disabled"},
+        }
         answer = other.messages.create(model="any", max_tokens=limit(FREE), messages=ASKED, **how)
     (block,) = (block for block in answer.content if block.type == "tool_use")
     jsonschema.validate(block.input, SCHEMAS[block.name])
