@@ -85,19 +85,21 @@ def generate(
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in, so define it once for all calls. It must treat each row by itself; rows
                     that look at each other need generate_tokens
+    constraint      what answers must match, one for all prompts or one each; after a thought, if a prompt is
+                    a chat whose template has them
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
     Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
     where no token can be drawn, because logits are NaN or infinite or every token is banned, and for a
     constraint that cannot be compiled; NotImplementedError for a `speculate` that has no file in proposers/,
-    and for `speculate` with a constraint or with SamplingParams.chained.
+    and for `speculate` with SamplingParams.chained.
     """
     check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs, speculate, per_row)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
-    constraints = each_constraint(model, constraint, len(ids), speculate)
+    constraints = each_constraint(model, constraint, ids)
     pieces: list[list[Any]] = [[] for _ in ids]
     requests = list(zip(ids, per_row, constraints, [_taking(parts) for parts in pieces], strict=True))
     if read is not None:
@@ -141,7 +143,7 @@ def stream(
     options = step_options(model, taps, logits_processor, logprobs, speculate, [sampling])
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    compiled = compiled_constraint(model, constraint, speculate)
+    compiled = compiled_constraint(model, constraint, ids)
     request = ids, sampling, compiled, _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
@@ -179,7 +181,7 @@ def compile_ahead(
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs, speculate, per_row)
     how = answer_options(max_new_tokens, (), False) | {"logprobs": options["logprobs"]}
-    constraints = each_constraint(model, constraint, len(ids), speculate)
+    constraints = each_constraint(model, constraint, ids)
     requests = [(*each, _taking([])) for each in zip(ids, per_row, constraints, strict=True)]
     if not requests:
         return

@@ -189,6 +189,14 @@ def test_many_texts_are_read_beside_prefill(name, arguments):
     assert row["share"] == row["tok_s"] / row["prefill_tok_s"] > 0 and row["tokens"] > 3 * 30
 
 
+def test_constrained_rows_are_beside_others():
+    how = ("--rows", "2", "-n", "8", "-r", "2")
+    rows = [json.loads(line) for line in main("constrained", *how, PROMPT=8).splitlines()]
+    assert [row["kind"] for row in rows] == ["free", "words", "people"] and rows[0]["share"] == 1
+    assert all(row["tok_s"] > 0 and row["share"] > 0 and row["rows"] == 2 for row in rows)
+    assert rows[1]["steps"] >= 1 > rows[0]["steps"]  # one plan for each token, and for many
+
+
 def test_a_table_is_for_people():
     # What the test above has compiled.
     lines = script("matvec", *TINY, "-m", "tiny-qwen3", "--rows", "1,3").splitlines()

@@ -1,5 +1,6 @@
 """bonsai-jax generate: answer one prompt, or a file of them."""
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -91,12 +92,17 @@ def command(
 
     def asked(loaded: "Model") -> tuple[list[list[int]], dict[str, Any]]:
         """The prompts' tokens, and arguments of bj.compile_ahead."""
+        from bonsai_jax.tokens.thoughts import first_thought
+
         encode = _chat(loaded, answers) if chat else loaded.tokenizer.encode
         encoded = [encode(prompt) for prompt in prompts]
         longest = max(1, loaded.run.context - max(map(len, encoded)))
         most = max_new_tokens if max_new_tokens >= 0 else longest
         how = {"max_new_tokens": most, "sampling": params, "speculate": speculate}
-        return encoded, how | {"constraint": constraint}
+        if constraint is None or answers.think is not False:
+            return encoded, how | {"constraint": constraint}
+        thought = first_thought(loaded.tokenizer, encoded[0], thinks=False)  # all prompts end alike
+        return encoded, how | {"constraint": dataclasses.replace(constraint, thought=thought)}
 
     def compile_for(shapes: "Model") -> None:
         from bonsai_jax import compile_ahead

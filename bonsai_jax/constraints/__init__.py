@@ -9,7 +9,7 @@
     a token that was drawn -> Matcher -> a bit for each token that may come next, or tokens that must
 """
 
-from bonsai_jax.constraints.compiled import Compiled, Matcher, compile
+from bonsai_jax.constraints.compiled import Compiled, Matcher, compile, installed, prepare
 from bonsai_jax.constraints.constraint import (
     Constraint,
     choice,
@@ -26,7 +26,9 @@ __all__ = [
     "choice",
     "compile",
     "grammar",
+    "installed",
     "json_object",
     "json_schema",
+    "prepare",
     "regex",
 ]

@@ -5,19 +5,23 @@ reach are the tokens that may come next. Forced tokens are those of the only tex
 tokenizer would cut it; an answer always gets them, so that its tokens do not depend on how they are read.
 """
 
+import dataclasses
 import functools
+import importlib.util
 import json
 import re
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt32
 
 from bonsai_jax.constraints.constraint import Constraint
+from bonsai_jax.tokens.calls import harmony
+from bonsai_jax.tokens.calls.grammar import Rules
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.tokens.vocabulary import CONTROL, UNKNOWN
 
@@ -38,15 +42,17 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
     thread; llguidance releases the GIL.
 
     vocab_size   of the model, which can exceed the tokenizer's
+    A constraint that leaves its thought open has none.
     Raises ValueError for a constraint that cannot be compiled, or that no text matches, and ImportError where
     llguidance is not installed.
     """
     tokens = _tokens(tokenizer, vocab_size)
+    constraint = dataclasses.replace(constraint, thought=constraint.thought or "none")
     with _LOCK:
         if compiled := tokens.compiled.get(constraint):
             tokens.compiled.move_to_end(constraint)
             return compiled
-    compiled = Compiled(constraint, tokens)
+    compiled = Compiled(constraint.kind, _with_thought(constraint, tokenizer), tokens)
     with _LOCK:
         tokens.compiled[constraint] = compiled
         while len(tokens.compiled) > MOST_COMPILED:
@@ -54,20 +60,39 @@ def compile(constraint: Constraint, tokenizer: Tokenizer, vocab_size: int) -> "C
     return compiled
 
 
+def installed() -> bool:
+    """Whether llguidance is."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+def prepare(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Make what all constraints for these tokens need, unless it is made, or the tokenizer has no token that
+    ends an answer."""
+    if any(token < vocab_size for token in tokenizer.eos_ids):
+        _tokens(tokenizer, vocab_size)
+
+
 class Compiled:
     """A constraint for a model's tokens. `matcher` makes a Matcher for each answer."""
 
-    def __init__(self, constraint: Constraint, tokens: "_Tokens"):
+    def __init__(self, kind: str, grammar: str, tokens: "_Tokens"):
         from llguidance import LLMatcher, LLParserLimits
 
-        own = LLMatcher(tokens.trie, _grammar(constraint), log_level=0, limits=LLParserLimits(**LIMITS))
-        self._start = Matcher(constraint.kind, tokens, own)
+        own = LLMatcher(tokens.trie, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        self._start = Matcher(kind, tokens, own)
         self._start.find()
 
     def matcher(self) -> "Matcher":
         """At the beginning of an answer, with what may come first."""
         with _LOCK:
             return self._start.copy()
+
+
+class _Next(NamedTuple):
+    """What may come after a draft."""
+
+    allowed: UInt32[np.ndarray, "words"]
+    forced: list[int]
 
 
 class Matcher:
@@ -77,6 +102,8 @@ class Matcher:
     ends      after these the answer is complete
     complete  nothing may follow but the end
     past_end  the answer goes on as long as it can: tokens that end it are not allowed
+    drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
+              goes on, and finds what may come after each
     """
 
     def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
@@ -84,6 +111,8 @@ class Matcher:
         self._bits = np.zeros(tokens.words, np.uint32)
         self.forced: list[int] = []
         self.ends = self.complete = self.past_end = False
+        self.drafts: list[int] = []
+        self._after: list[_Next] = []  # of each draft
 
     @property
     def allowed(self) -> UInt32[np.ndarray, "words"]:
@@ -92,19 +121,31 @@ class Matcher:
             return _one(self.forced[0], len(self._bits))
         return self._bits & ~self._tokens.end_bits if self.past_end else self._bits
 
+    @property
+    def allowed_along(self) -> UInt32[np.ndarray, "drafts+1 words"]:
+        """`allowed`, now and after each of `drafts`."""
+        return np.stack([self.allowed, *(after.allowed for after in self._after)])
+
     def consume(self, tokens: Sequence[int]) -> None:
         """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
         them, or has become too large."""
         self._go_on(self._own, tokens)
-        same = self.forced[: len(tokens)] == list(tokens)
-        self.forced = self.forced[len(tokens) :] if same else []
+        forced, newest = self.forced, list(tokens)
+        if len(newest) > 1 and newest[:-1] == self.drafts[: len(newest) - 1]:
+            forced, newest = self._after[len(newest) - 2].forced, newest[-1:]
+        self.forced = forced[len(newest) :] if forced[: len(newest)] == newest else []
+        self.drafts, self._after = [], []
         self.complete = self._own.is_stopped()
 
     def find(self) -> None:
         """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
         or the constraint has become too large."""
-        if self.forced or self.complete:
-            return
+        if not (self.forced or self.complete):
+            self._find_next()
+        if self.drafts:
+            self._find_along()
+
+    def _find_next(self) -> None:
         self.forced = self._own.compute_ff_tokens()
         if self.forced:
             after = self._own.deep_copy()
@@ -115,6 +156,26 @@ class Matcher:
             self._own.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
         if self._own.is_error():
             raise ValueError(f"{self._kind}: {_reason(self._own)}")
+
+    def _find_along(self) -> None:
+        """Cut the drafts where one is not allowed, ends the answer, or makes the constraint too large, and
+        find what may come after each."""
+        drafts, self.drafts, self._after = self.drafts, [], []
+        further = self.copy()
+        for token in drafts:
+            word, bit = divmod(token, 32)
+            bits = further.allowed & ~self._tokens.end_bits
+            if not bits[word] >> np.uint32(bit) & 1:
+                return
+            try:
+                further.consume([token])
+                further.find()
+            except ValueError:
+                return
+            if further.complete:
+                return
+            self.drafts.append(token)
+            self._after.append(_Next(further.allowed, list(further.forced)))
 
     def copy(self) -> "Matcher":
         """Another one at the same place."""
@@ -204,6 +265,19 @@ def _grammar(constraint: Constraint) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # of any kind: it is not ours
         raise ValueError(f"grammar: {error}") from None
+
+
+def _with_thought(constraint: Constraint, tokenizer: Tokenizer) -> str:
+    """The grammar of whole answers: what comes before the text that must match, and that text, as a grammar
+    of its own within the other."""
+    grammar, thought = _grammar(constraint), constraint.thought
+    if thought in (None, "none"):
+        return grammar
+    rules = Rules(tokenizer.control_ids)
+    before = harmony.before(rules, thought) if tokenizer.writes_harmony else rules.thought(thought)
+    own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
+    whole = {"lark_grammar": rules.written(f"{before} @answer")}
+    return json.dumps({"grammars": [whole, own | {"name": "answer"}]})
 
 
 def _reason(own: Any) -> str:

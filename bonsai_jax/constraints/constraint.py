@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from bonsai_jax import arguments
+from bonsai_jax.tokens.calls.grammar import Thought
 
 MOST_CHARACTERS = 1 << 16  # of a schema, expression or grammar: llguidance takes seconds for much longer ones
 
@@ -15,12 +16,15 @@ class Constraint:
     """What an answer must match, made by `json_schema`, `json_object`, `regex`, `choice` or `grammar`.
     Hashable, and it can be pickled.
 
-    kind   of text
-    text   the schema as JSON, the expression, the grammar, or the texts as a JSON list
+    kind     of text
+    text     the schema as JSON, the expression, the grammar, or the texts as a JSON list
+    thought  what comes before the text that must match, and is free; None: as the prompt has it
+             (tokens/thoughts.py)
     """
 
     kind: Literal["json_schema", "regex", "grammar", "choice"]
     text: str
+    thought: Thought | None = None
 
     def __post_init__(self):
         if len(self.text) > MOST_CHARACTERS:

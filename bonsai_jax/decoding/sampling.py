@@ -203,9 +203,14 @@ def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
     return jax.tree.map(lambda x: x.reshape(rows, T, *x.shape[1:]), each)
 
 
-def sample_each(s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+def sample_each(
+    s: Sampler,
+    logits: Float[Array, "B T V"],
+    positions: Int[Array, "B T"],
+    allowed: UInt32[Array, "B T words"] | None = None,
+) -> Int[Array, "B T"]:
     """`sample` at T positions of each row, with a sampler from `foresee`. Does not update the sampler."""
-    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions))
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions, allowed))
     return sample(*flat)[0].reshape(positions.shape)
 
 

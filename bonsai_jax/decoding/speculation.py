@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import proposers, sampling
@@ -148,46 +148,81 @@ def step(
     read = jnp.concatenate([state.tokens[:, None], proposals], axis=1)  # [B, T]
     full = first >= state.cache.capacity
     check(~jnp.any(running & full), "decode: a row's cache is full; make the state with a larger context")
-    readable = running[:, None] & _up_to(proposals != NO_TOKEN)
-    after = first[:, None] + offset + 1  # positions of the tokens drawn
-    positions = jnp.where(readable, after - 1, -1)
+    readable = running[:, None] & up_to(proposals != NO_TOKEN)
+    positions = jnp.where(readable, first[:, None] + offset, -1)
     keep_updates = proposals.shape[1] > 0 and state.cache.recurrent
     tokens = jnp.maximum(read, 0)
     hidden, cache, updates = decoder.decoder(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
     )
+    state = state.replace(cache=cache.replace(lengths=first + 1))
+    state, accepted, drawn, scores = verify(
+        params, state, hidden, proposals, readable, config, logits_processor, logprobs
+    )
+    positions = jnp.where(accepted, positions, -1)
+    if keep_updates:
+        cache = decoder.replay(params, cache, updates, positions, config)
+    s: Any = state.speculation
+    state = state.replace(
+        cache=cache.replace(lengths=first + accepted.sum(1)),
+        speculation=s.replace(steps=s.steps + running),
+    )
+    state = follow(params, state, hidden, tokens, positions, config)
+    return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), scores)
+
+
+def verify(
+    params: Params,
+    state: State,
+    hidden: Float[Array, "B T H"],
+    proposals: Int[Array, "B T-1"],
+    readable: Bool[Array, "B T"],
+    config: ModelConfig,
+    logits_processor: Callable[[jax.Array, State], jax.Array] | None = None,
+    logprobs: int | None = None,
+    allowed: UInt32[Array, "B T words"] | None = None,
+) -> tuple[State, Bool[Array, "B T"], Int[Array, "B T"], sampling.Logprobs | None]:
+    """Draw the token after each that was read, and accept those that plain steps would draw.
+
+    state     has read each row's newest token, and not its proposals
+    hidden    the residual stream after the newest token and the proposals
+    readable  of these, which were read
+    allowed   the tokens that may be drawn at each position, as `sampling.sample` has them; None: all
+    Returns the state after the accepted tokens, apart from what mixers store; which are accepted; all tokens
+    that were drawn; and Logprobs [B, T].
+    """
+    offset = jnp.arange(proposals.shape[1] + 1)
+    at = state.cache.lengths[:, None] + offset  # positions of the tokens drawn
     scores = decoder.unembed(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = scores
     if logits_processor is not None:
+        read = jnp.concatenate([state.tokens[:, None], proposals], axis=1)
         before = {"tokens": read, "remaining": state.remaining[:, None] - offset, "sampler": sampler}
 
         def processed(logits, lengths, before):
-            return logits_processor(logits, state.replace(cache=cache.replace(lengths=lengths), **before))
+            own = state.replace(cache=state.cache.replace(lengths=lengths), **before)
+            return logits_processor(logits, own)
 
-        logits = jax.vmap(processed, 1, 1)(scores, after, before)
-    drawn = sampling.sample_each(sampler, logits, after)  # [B, T]
+        logits = jax.vmap(processed, 1, 1)(scores, at, before)
+    drawn = sampling.sample_each(sampler, logits, at, allowed)  # [B, T]
     stops = (drawn < 0) | jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
-    accepted = readable & _up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
+    accepted = readable & up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
     count = accepted.sum(1)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
     remaining = jnp.where(jnp.any(accepted & stops, axis=1), 0, state.remaining - count)
-    positions = jnp.where(accepted, positions, -1)
-    if keep_updates:
-        cache = decoder.replay(params, cache, updates, positions, config)
-    s = state.speculation.replace(steps=state.speculation.steps + running)
+    s: Any = state.speculation
     state = state.replace(
-        cache=cache.replace(lengths=first + count),
-        tokens=jnp.where(running, newest, state.tokens),
+        cache=state.cache.replace(lengths=state.cache.lengths + jnp.maximum(count - 1, 0)),
+        tokens=jnp.where(count > 0, newest, state.tokens),
         remaining=jnp.maximum(remaining, 0),
         sampler=sampling.remember(state.sampler, drawn, accepted),
-        speculation=note(s, drawn, first + 1, accepted),
+        speculation=note(s, drawn, at[:, 0], accepted),
     )
-    state = follow(params, state, hidden, tokens, positions, config)
-    return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), _logprobs(scores, drawn, logprobs))
+    return state, accepted, drawn, _logprobs(scores, drawn, logprobs)
 
 
-def _up_to(holds: Bool[Array, "B T-1"]) -> Bool[Array, "B T"]:
+def up_to(holds: Bool[Array, "B T-1"]) -> Bool[Array, "B T"]:
     """True for the first, and for each whose predecessors all hold."""
     holds = jnp.pad(holds, ((0, 0), (1, 0)), constant_values=True)
     return jnp.cumprod(holds, axis=1).astype(bool)

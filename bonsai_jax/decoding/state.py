@@ -45,7 +45,7 @@ class State(struct.PyTreeNode):
     speculation  what `decode` proposes tokens from; None: it does not speculate
     chain       the samplers that most requests do not use; None: no row uses them
     hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
-                are two programs (engine/split_rows.py); else None
+                are two programs (engine/split_rows.py), or [B, W, H], after proposals too; else None
     """
 
     cache: KVCache
@@ -55,7 +55,7 @@ class State(struct.PyTreeNode):
     sampler: Sampler
     speculation: Speculation | None = None
     chain: Chain | None = None
-    hidden: Float[Array, "B H"] | None = None
+    hidden: Float[Array, "B *W H"] | None = None
 
 
 class Drawn(NamedTuple):

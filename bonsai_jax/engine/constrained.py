@@ -6,12 +6,14 @@
 Forced tokens at the beginning of an answer are read with its prompt, many in a row in one chunk.
 """
 
+import itertools
 import time
 from collections.abc import Callable
 
 from bonsai_jax import constraints
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.constraints.masks import Masks
+from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.engine.answers import Answer
 from bonsai_jax.engine.plans import Request
 from bonsai_jax.model import Model
@@ -64,15 +66,17 @@ class Constrained:
         complete = answer.matcher is not None and answer.matcher.complete
         return complete or len(answer.request.said) >= answer.request.max_new_tokens
 
-    def drawn(self, answer: Answer, tokens: list[int]) -> None:
-        """Go on by tokens that were drawn, and find what may come next once `send` is called. Raises
-        ValueError where the constraint has become too large."""
+    def drawn(self, answer: Answer, tokens: list[int], guesses: list[int]) -> None:
+        """Go on by tokens that were drawn, and find what may come next once `send` is called. guesses: what
+        is proposed to follow, and read meanwhile, up to the first NO_TOKEN. Raises ValueError where the
+        constraint has become too large."""
         matcher, request = answer.matcher, answer.request
         assert matcher is not None
         if not tokens or answer.reader.end_tokens.intersection(tokens):
             return
         matcher.consume(tokens)
         if not matcher.complete and len(request.said) < request.max_new_tokens:
+            matcher.drafts = list(itertools.takewhile(lambda token: token != NO_TOKEN, guesses))
             self._find(answer)
 
     def send(self) -> None:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from bonsai_jax import forks
+from bonsai_jax import constraints, forks
 from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
@@ -173,6 +173,18 @@ class Engine:
         if failed:
             raise failed[0]
 
+    def compile_constrained(self) -> None:
+        """Begin to compile, in other threads and without haste, what the first request with a constraint
+        needs, and return at once. Requests go on meanwhile, and those with a constraint wait for their own
+        programs only. Without llguidance it does nothing.
+
+        Raises RuntimeError if the engine is closed or has failed.
+        """
+        if constraints.installed():
+            tokens = self.model.tokenizer, self.model.config.vocab_size
+            threading.Thread(target=constraints.prepare, args=tokens, name="bonsai-jax tokens").start()
+            self._send(self._loop.compile_constrained)
+
     def submit(
         self,
         prompt: Prompt,
@@ -192,7 +204,8 @@ class Engine:
         priority   requests of higher priority get a row first, and keep it when pages run out
         logprobs   alternatives for each token, at most the engine's
         n          answers, with seeds seed, seed + 1, ...; at most 4,096
-        constraint what every answer must match. It is compiled in this thread, which can take a second;
+        constraint what every answer must match, after a thought if the prompt is a chat whose template has
+                   them. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
         owner      requests share cached beginnings of prompts with those of the same owner alone
         The other arguments are those of `generate`.
@@ -205,7 +218,7 @@ class Engine:
         n, priority = whole("n", n, 1, MOST_ANSWERS), any_whole("priority", priority)
         if logprobs is not None:
             logprobs = whole("logprobs", logprobs)
-        compiled_constraint(self.model, constraint, self.options.speculate)
+        constraint = compiled_constraint(self.model, constraint, ids)
         kind("owner", owner, str, "a name")
         if sampling.chained:
             check_chained(self.options.speculate)

@@ -6,6 +6,7 @@
 It runs in a thread of its own (engine.py), or in the thread that waits for the answers (text.py).
 """
 
+import concurrent.futures
 import dataclasses
 import itertools
 import time
@@ -24,7 +25,7 @@ from bonsai_jax.engine.delivery import Delivery, Drawn, piece
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
-from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
+from bonsai_jax.engine.runner import Allowed, Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
@@ -39,12 +40,14 @@ class Flight:
 
     rows    the places in its results of the requests that draw
     steps   of decode; 0: it is a prefill
+    guesses columns at the end of its results that propose what follows (split_guesses.py)
     """
 
     plan: Plan
     rows: list[tuple[int, Request]]
     dispatch: Dispatch
     steps: int = 0
+    guesses: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +225,16 @@ class Loop:
         for compiled in warm:
             compiled.update(sizes)
 
+    def compile_constrained(self) -> None:
+        """Begin to compile the programs of split steps, one after another in another thread."""
+        compiled, sizes = self.scheduler.compiled_split, self._sizes()
+
+        def done(future: concurrent.futures.Future[None]) -> None:
+            if not future.cancelled() and future.exception() is None:
+                compiled.update(sizes)  # requests that came earlier had to take few of them
+
+        self.runner.compile_split(self._every_split_call(chained=False)).add_done_callback(done)
+
     def compile_ahead(self) -> None:
         """Begin to compile every program, for another loop of this process, and take no more calls."""
         for call in self._every_call():
@@ -320,13 +333,19 @@ class Loop:
             asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
             call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
-            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1))
+            guesses = self.runner.limits.guess_width - 1
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=1, guesses=guesses))
         if plan.split and any(plan.writes):
             self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
             rows = list(numbered(plan.writes, plan.rows))
+            self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
+        if any(plan.guesses):
+            asked = self._asked(itertools.chain(*plan.guesses))
+            call = self.runner.decode(plan.guesses, plan.guess_rows, plan.steps, asked)
+            rows = list(numbered(plan.guesses, plan.guess_rows))
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
 
     def _remembers(self, request: Request) -> bool:
@@ -340,10 +359,14 @@ class Loop:
         answer = self.answers[request]
         return None if answer.chained is None else self.runner.chain(answer.chained, answer.mu)
 
-    def _allowed(self, request: Request) -> np.ndarray | None:
-        """The mask of a request's next draw; None: it has no constraint."""
+    def _allowed(self, request: Request) -> Allowed | None:
+        """What a request may draw next; None: it has no constraint."""
         matcher = self.answers[request].matcher
-        return None if matcher is None else matcher.allowed
+        if matcher is None:
+            return None
+        if request.verifies:
+            return Allowed(matcher.drafts, matcher.allowed_along)
+        return Allowed([], matcher.allowed[None])
 
     def _asked(self, requests: Iterable[Request]) -> int | None:
         if self.options.logprobs is None or all(self.answers[r].logprobs is None for r in requests):
@@ -360,7 +383,8 @@ class Loop:
         drawn, scores, mu = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
             self.runner.wait_until_started(self._flying[0].dispatch)
-        steps, tokens = drawn[:, 0], drawn[:, 1:]
+        end = drawn.shape[1] - flight.guesses
+        steps, tokens, guesses = drawn[:, 0], drawn[:, 1:end], drawn[:, end:].tolist()
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
@@ -370,22 +394,23 @@ class Loop:
             answer = self.answers.get(request)
             if answer is not None and mu is not None:
                 answer.mu = float(mu[i])  # for when it is pre-empted, or reads forced tokens
-            if answer is not None and self._record(answer, new):
+            if answer is not None and self._record(answer, new, guesses[i]):
                 self.delivery.note(Drawn(answer, len(new), steps[i], scores, i, least))
         self.constrained.send()
         if not any(flight.plan.draws):  # after a draw the next plan comes first, which waits for masks alone
             self.delivery.deliver()
         self._time(flight)
 
-    def _record(self, answer: Answer, new: list[int]) -> bool:
-        """Note what an answer has drawn. False: it has ended, perhaps by that."""
+    def _record(self, answer: Answer, new: list[int], guesses: list[int]) -> bool:
+        """Note what an answer has drawn, and what is proposed to follow. False: it has ended, perhaps by
+        that."""
         if answer.request.ended:
             return False
         answer.request.said += new
         answer.untold += new
         if answer.matcher is not None:
             try:
-                self.constrained.drawn(answer, new)
+                self.constrained.drawn(answer, new, guesses)
             except ValueError as error:
                 self.delivery.finish(answer, error)
         return not answer.request.ended

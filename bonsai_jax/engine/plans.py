@@ -32,6 +32,8 @@ class Request:
     chained        it uses a sampler of decoding/chain.py
     ready          the host has the mask for its next draw
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
+    guessed        its newest token is read with guesses (split_guesses.py)
+    verifies       likewise for the token before, of the plan that draws
     """
 
     prompt: Any
@@ -57,6 +59,8 @@ class Request:
     chained: bool = False
     ready: bool = True
     undrawn: bool = False
+    guessed: bool = False
+    verifies: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -105,7 +109,7 @@ class Read:
 
 @dataclasses.dataclass
 class Plan:
-    """Work for the devices: a prefill, then draws of split steps, then decode steps.
+    """Work for the devices: a prefill, then draws of split steps, then decode steps, then guesses.
 
     reads    for each device the chunks of the prefill
     shape    (rows, tokens) of the prefill's array on each device
@@ -116,6 +120,8 @@ class Plan:
              rows, which after this plan may be another's
     split    the prefill draws nothing, and in place of decode steps `writes` read their newest token
     chained  a running request uses the chain of samplers, so programs are those of a pool that has one
+    guesses  for each device the requests that take a whole step, with speculation, while others' are split
+    guess_rows   of their decode program
     """
 
     reads: list[list[Read]]
@@ -126,6 +132,8 @@ class Plan:
     draws: list[list[tuple[Request, int]]] = dataclasses.field(default_factory=list)
     split: bool = False
     chained: bool = False
+    guesses: list[list[Request]] = dataclasses.field(default_factory=list)
+    guess_rows: int = 0
 
 
 def row_sizes(most: int) -> list[int]:
@@ -145,6 +153,7 @@ class Limits:
     prefill_cost the fixed cost of a prefill, in tokens
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
+    guess_width  likewise a row with a constraint; 1: nothing is guessed for it
     checkpoints  for recurrent states; None: the model has only pages
     reserve      a request takes the pages for its whole answer when it starts, so that none is pre-empted
     """
@@ -157,6 +166,7 @@ class Limits:
     prefill_cost: int
     steps: int
     width: int = 1
+    guess_width: int = 1
     checkpoints: int | None = None
     reserve: bool = False
 
@@ -170,6 +180,7 @@ class Limits:
         prefill_cost: int = 100,
         steps: int = 64,
         width: int = 1,
+        guess_width: int = 1,
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
@@ -194,6 +205,7 @@ class Limits:
             prefill_cost=prefill_cost,
             steps=steps,
             width=width,
+            guess_width=guess_width,
             checkpoints=checkpoints,
             reserve=reproducible,
         )

@@ -92,6 +92,7 @@ class Programs:
         self._kind = structure, tuple(sorted(map(str, where))), *kinds
         self._begun: dict[Hashable, concurrent.futures.Future[None]] = {}
         self._called: dict[Hashable, jax.stages.Compiled] = {}
+        self._closed = False
         # Several processes must compile in the same order.
         self._threads = concurrent.futures.ThreadPoolExecutor(
             os.cpu_count() if jax.process_count() == 1 else 1, "bonsai-jax compile"
@@ -112,6 +113,17 @@ class Programs:
             self._begun[call.program] = self._threads.submit(work)
         return self._begun[call.program]
 
+    def compile_in_turn(self, calls: Sequence[Call]) -> concurrent.futures.Future[None]:
+        """Load or compile programs in one other thread, one after another, so that what runs meanwhile has
+        most of the processors. `close` ends it after the program that it is at."""
+
+        def work() -> None:
+            for call in calls:
+                if not self._closed:
+                    self._made(call)
+
+        return self._threads.submit(work)
+
     def get(self, call: Call) -> jax.stages.Compiled:
         """The program of a call, to be called with its arrays: after waiting for it, if a thread compiles it,
         or else loaded or compiled here. A line on stderr says so if that takes more than a second."""
@@ -124,6 +136,7 @@ class Programs:
         return program
 
     def close(self) -> None:
+        self._closed = True
         self._threads.shutdown(cancel_futures=True)
 
     def finish_alone(self) -> None:

@@ -19,6 +19,7 @@ from bonsai_jax.network import parallel
 from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.tokens.thoughts import first_thought
 
 Prompt = str | Sequence[int] | Float[Array, "T H"]
 Ids = list[int] | Float[np.ndarray, "T H"]
@@ -70,30 +71,30 @@ def answer_options(max_new_tokens: int, stop: str | Sequence[str], ignore_eos: b
 def each_constraint(
     model: Model,
     constraint: Constraint | Sequence[Constraint | None] | None,
-    rows: int,
-    speculate: str | None,
+    ids: Sequence[Ids],
 ) -> list[Constraint | None]:
     """One constraint, or None, for each prompt. Errors as for `compiled_constraint`."""
-    if not isinstance(constraint, list | tuple):
-        return [compiled_constraint(model, constraint, speculate)] * rows
-    if len(constraint) != rows:
+    each = constraint if isinstance(constraint, list | tuple) else [constraint] * len(ids)
+    if len(each) != len(ids):
         raise ValueError(
-            f"constraint: {len(constraint)} constraints for {rows} prompts; give one for all, or one each"
+            f"constraint: {len(each)} constraints for {len(ids)} prompts; give one for all, or one each"
         )
-    return [compiled_constraint(model, one, speculate) for one in constraint]
+    return [compiled_constraint(model, one, own) for one, own in zip(each, ids, strict=True)]
 
 
-def compiled_constraint(model: Model, constraint: Any, speculate: str | None) -> Constraint | None:
-    """The constraint, compiled. Raises TypeError for what is neither one nor None, ValueError for one that
-    cannot be compiled, and NotImplementedError where draws have no masks."""
+def compiled_constraint(model: Model, constraint: Any, ids: Ids) -> Constraint | None:
+    """The constraint of an answer to this prompt, with what comes before (thoughts.py), compiled. Raises
+    TypeError for what is neither one nor None, ValueError for one that cannot be compiled, and
+    NotImplementedError where draws have no masks."""
     if constraint is None:
         return None
     remedy = 'a constraint, such as bj.regex("[0-9]+") or bj.json_schema({...})'
     arguments.kind("constraint", constraint, Constraint, remedy)
-    if speculate is not None:
-        raise NotImplementedError(f"constraint with speculate={speculate!r}; leave speculate out")
     if jax.process_count() > 1:
         raise NotImplementedError("constraint over several processes; one process can use many devices")
+    if constraint.thought is None:
+        thought = "none" if isinstance(ids, np.ndarray) else first_thought(model.tokenizer, ids)
+        constraint = dataclasses.replace(constraint, thought=thought)
     constraints.compile(constraint, model.tokenizer, model.config.vocab_size)
     return constraint
 

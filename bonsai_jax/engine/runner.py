@@ -14,10 +14,11 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import UInt32
 
 from bonsai_jax import machine
 from bonsai_jax.decoding import chain, sampling, speculation
@@ -25,7 +26,7 @@ from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine import split_rows
+from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.engine.programs import Call, Programs
@@ -63,6 +64,14 @@ class Dispatch:
     started: threading.Event
 
 
+class Allowed(NamedTuple):
+    """What a request may draw. drafts: tokens that were read after its newest; masks: of the next token, and
+    of that after each of them."""
+
+    drafts: list[int]
+    masks: UInt32[np.ndarray, "drafts+1 words"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Fixed when an engine is made: see Engine. biases: room for a request's logit biases."""
@@ -90,7 +99,6 @@ class Runner:
     def __init__(self, model: Model, options: Options, *, threaded: bool):
         self.model, self.options = model, options
         self.data = placement.size(model.mesh, placement.DATA)
-        self.limits = limits(model, options)
         threaded = threaded and jax.process_count() == 1  # all processes must dispatch in the same order
         self._thread = (
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
@@ -101,6 +109,7 @@ class Runner:
             needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
             machine.reserve(needed, [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
+        self.limits = limits(model, options, self._pool.cache.recurrent)
         self.programs = Programs(model, self._pool)
         self._others: dict[tuple[str, ...], Programs] = {}  # by Call.parts
         self._parts: dict[str, Any] = {}  # fields of the pool, once a request needs them
@@ -207,30 +216,35 @@ class Runner:
         """split_rows.read_newest of these requests, padded to `rows` rows on each device."""
         columns = self._with_tables(writes, rows, 1)
         name, options = f"the reading of {rows} new tokens", {"taps": self.options.taps}
-        static = (self.model.config,)
-        return Call(name, split_rows.read_newest_rows, [columns], static, options, parts=_parts(False, True))
+        static, guesses = (self.model.config,), self.limits.guess_width > 1
+        function = split_guesses.read_newest_rows if guesses else split_rows.read_newest_rows
+        return Call(name, function, [columns], static, options, parts=_parts(False, True))
 
     def draw(
         self,
         draws: Sequence[Sequence[tuple[Request, int]]],
         rows: int,
-        allowed: Callable[[Request], np.ndarray | None],
+        allowed: Callable[[Request], Allowed | None],
         logprobs: int | None,
         chained: bool = False,
     ) -> Call:
-        """split_rows.draw for these requests and their rows, padded likewise. allowed: the mask of a request;
-        None: it may draw any token."""
-        first, words = 1 + chained, split_rows.mask_words(self.model.config.vocab_size)
-        columns = np.full((rows * self.data, first + words), -1, "i4")
+        """split_rows.draw, or split_guesses.draw, for these requests and their rows, padded likewise.
+        allowed: None: a request may draw any token."""
+        width, words = self.limits.guess_width, split_rows.mask_words(self.model.config.vocab_size)
+        first = width + chained  # engines that guess have no chain
+        columns = np.full((rows * self.data, first + width * words), -1, "i4")
         columns[:, 0] = self._no_row
         for i, (request, row) in numbered(draws, rows):
-            columns[i, :first] = (row, request.chained)[:first]
-            if (mask := allowed(request)) is not None:
-                columns[i, first:] = mask.view(np.int32)
+            columns[i, : 1 + chained] = (row, request.chained)[: 1 + chained]
+            if (own := allowed(request)) is not None:
+                columns[i, 1 : 1 + len(own.drafts)] = own.drafts
+                masks = own.masks.view(np.int32).ravel()
+                columns[i, first : first + len(masks)] = masks
         options = self._options(logprobs)
         del options["taps"]
         name, static = f"the draw of {rows} tokens", (self.model.config,)
-        return Call(name, split_rows.draw_rows, [columns], static, options, parts=_parts(chained, True))
+        function = split_guesses.draw_rows if width > 1 else split_rows.draw_rows
+        return Call(name, function, [columns], static, options, parts=_parts(chained, True))
 
     def padding(
         self, size: int | tuple[int, int] | None, logprobs: int | None, chained: bool = False
@@ -262,6 +276,11 @@ class Runner:
     def compile(self, call: Call) -> concurrent.futures.Future[None]:
         """Start to load or compile the program of a call in another thread."""
         return self._programs(call).compile(call)
+
+    def compile_split(self, calls: Sequence[Call]) -> concurrent.futures.Future[None]:
+        """Load or compile these programs of split steps in another thread, one after another."""
+        self.need("hidden")
+        return self._others[("hidden",)].compile_in_turn(calls)
 
     def finish_alone(self) -> None:
         """Take no more calls; threads finish the programs that they have begun."""
@@ -390,7 +409,7 @@ class Runner:
 
     def _empty_part(self, part: str) -> Any:
         if part == "hidden":
-            return split_rows.empty(self._pool, self.model)
+            return split_rows.empty(self._pool, self.model, self.limits.guess_width)
         shape = len(self._pool.tokens), self.model.config.vocab_size, self._pool.cache.capacity
         return parallel.place_state(chain.empty(*shape), self.model.mesh)
 
@@ -405,8 +424,8 @@ def _parts(chained: bool, split: bool = False) -> tuple[str, ...]:
     return tuple(part for part, has in zip(PARTS, (split, chained), strict=True) if has)
 
 
-def limits(model: Model, o: Options) -> Limits:
-    """What the engine's programs can do."""
+def limits(model: Model, o: Options, recurrent: bool) -> Limits:
+    """What the engine's programs can do. recurrent: its cache has recurrent states."""
     on_cpu = platform() == "cpu"
     return Limits.for_engine(
         o.max_batch_size,
@@ -416,6 +435,7 @@ def limits(model: Model, o: Options) -> Limits:
         prefill_cost=1 if on_cpu else PREFILL_COST,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
+        guess_width=split_guesses.guess_width(o.speculate, recurrent, o.max_batch_size),
         checkpoints=o.checkpoints or None,
         reproducible=o.reproducible,
     )

@@ -9,7 +9,8 @@ the `least` and `most` tokens that dispatched work will have drawn. Rows and pag
 request as soon as they are released, because the device runs one plan after another.
 
 While any request has a constraint, steps of all are split (split_rows.py): a plan draws for the requests
-whose masks are ready, then reads what they drew.
+whose masks are ready, then reads what they drew. In an engine that speculates, requests without a constraint
+take whole steps beside them.
 """
 
 import bisect
@@ -100,10 +101,15 @@ class Scheduler:
         reads, shape = self._reads()
         draws = self._draws() if split or was_split else [[] for _ in self.devices]
         writes, steps = self._writes()
-        rows = self._decode_rows(max(map(len, [*draws, *writes])))
-        if not any(reads) and not rows:
+        guesses: list[list[Request]] = [[] for _ in writes]
+        if split and self.limits.width > 1:
+            guesses = [[r for r in requests if not r.constrained] for requests in writes]
+            writes = [[r for r in requests if r.constrained] for requests in writes]
+        rows = self._decode_rows(max(map(len, [*draws, *writes])), self._compiled)
+        guess_rows = self._decode_rows(max(map(len, guesses)), self.compiled)
+        if not (any(reads) or rows or guess_rows):
             return None
-        return Plan(reads, shape, writes, rows, steps, draws, split, self._chain)
+        return Plan(reads, shape, writes, rows, steps, draws, split, self._chain, guesses, guess_rows)
 
     def force(self, request: Request, tokens: list[int]) -> bool:
         """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
@@ -121,7 +127,7 @@ class Scheduler:
                 request.read = request.stored
             request.table += pages.take(max(0, new))
             request.to_read = len(request.prompt) + len(request.said) + len(tokens)
-            request.undrawn = False
+            request.undrawn = request.guessed = False
         request.said += tokens
         return True
 
@@ -203,7 +209,7 @@ class Scheduler:
         if request.row is not None:
             device.free_rows.append(request.row)
         request.device = request.row = request.copy = request.checkpoint = None
-        request.table, request.undrawn = [], False
+        request.table, request.undrawn, request.guessed = [], False, False
 
     def _preempt(self, request: Request) -> None:
         """Take its pages for others. It waits, and later reads its prompt and answer like a prompt."""
@@ -278,7 +284,9 @@ class Scheduler:
             for d in self.devices
         ]
         for request, _ in itertools.chain(*draws):
-            request.flights.append((1, 1))
+            request.verifies, request.guessed = request.guessed, False
+            most = min(self.limits.guess_width, request.left) if request.verifies else 1
+            request.flights.append((1, most))
             request.undrawn, request.ready = False, not request.constrained
         return draws
 
@@ -313,10 +321,10 @@ class Scheduler:
             for (request, left), pages in zip(pairs, growth, strict=True):
                 if pages > 0:
                     request.table += device.pages.take(pages)
-                if self.constrained:
-                    request.undrawn = True
+                if self.constrained and (request.constrained or self.limits.width == 1):
+                    request.undrawn, request.guessed = True, self.limits.guess_width > 1
                 else:
-                    request.flights.append((min(steps, left), self._most(left, steps)))
+                    request.flights.append((min(steps, left), self._most(request, left, steps)))
         return [[r for r, _ in pairs] for pairs in writers], steps
 
     def _step_limit(self, least_left: int) -> int:
@@ -331,20 +339,20 @@ class Scheduler:
             return min(max(least, least_left), most)
         return self.idle_steps
 
-    def _most(self, left: int, steps: int) -> int:
+    def _most(self, request: Request, left: int, steps: int) -> int:
         """Most tokens that a row can draw in this many steps."""
-        return min(steps * self.limits.width, self.limits.steps, left)
+        width = self.limits.guess_width if request.constrained else self.limits.width
+        return min(steps * width, self.limits.steps, left)
 
     def _growths(self, pairs: list[tuple[Request, int]], steps: int) -> list[int]:
         """Pages that each request needs in addition for this many steps; 0 or less where it needs none."""
         size = self.limits.page_size
-        return [-(-(r.stored + self._most(left, steps)) // size) - len(r.table) for r, left in pairs]
+        return [-(-(r.stored + self._most(r, left, steps)) // size) - len(r.table) for r, left in pairs]
 
-    def _decode_rows(self, busiest: int) -> int:
+    def _decode_rows(self, busiest: int, compiled: set[int | tuple[int, int]]) -> int:
         """Rows of the smallest compiled program that has room for this many; else of the largest program."""
         if not busiest:
             return 0
-        compiled = self._compiled
         sizes = [n for n in self.limits.row_sizes if n >= busiest and n in compiled]
         rows = min(sizes, default=self.limits.max_batch_size)
         compiled.add(rows)

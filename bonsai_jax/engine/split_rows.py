@@ -51,6 +51,8 @@ def read_chunk(
     remembers = whole.remembered(chunk["rules"], logits_processor)
     pool, state, tokens = whole.begun(pool, chunk, vectors, remembers)
     hidden, state = steps.read_chunk(params, state, tokens, chunk["count"], config, taps)
+    if pool.hidden is not None and pool.hidden.ndim == 3:  # split_guesses.py: nothing is guessed yet
+        hidden = jnp.pad(hidden[:, None], ((0, 0), (0, pool.hidden.shape[1] - 1), (0, 0)))
     state = state.replace(hidden=hidden)
     return Result(whole.put(pool, state, chunk["row"], remembers, chunk["saves"]))
 
@@ -69,7 +71,7 @@ def read_newest(
     columns   the row's number, beyond all rows for padding; the row's pages
     """
     rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
-    state = _only_rows(whole.take(pool, rows, table, False), rows, pool)
+    state = only_rows(whole.take(pool, rows, table, False), rows, pool)
     hidden, state = steps.read_newest(params, state, config, taps)
     return Result(whole.put(pool, state.replace(hidden=hidden), rows, False))
 
@@ -94,7 +96,7 @@ def draw(
     rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, first:])
     allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
     remembers = whole.rows_remember(pool, rows, logits_processor)
-    state = _only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
+    state = only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
     state = whole.only_chained(state, columns, 1)
     hidden: Any = state.hidden
     state, tokens, scores = steps.draw(params, state, hidden, config, logits_processor, logprobs, allowed)
@@ -103,14 +105,15 @@ def draw(
     return Result(pool, drawn, jax.tree.map(lambda x: x[:, None], scores), whole.row_mu(state))
 
 
-def _only_rows(state: State, rows: Int[Array, "R"], pool: State) -> State:
+def only_rows(state: State, rows: Int[Array, "R"], pool: State) -> State:
     """The state without tokens to draw where a row is padding."""
     return state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
 
 
-def empty(pool: State, model: Model) -> Float[Array, "B H"]:
-    """State.hidden of a pool whose rows have read nothing."""
-    return parallel.place_rows(jnp.zeros((len(pool.tokens), model.config.hidden), jnp.float32), model.mesh)
+def empty(pool: State, model: Model, width: int = 1) -> Float[Array, "B *W H"]:
+    """State.hidden of a pool whose rows have read nothing. width: of a step that guesses."""
+    shape = (len(pool.tokens), *[width] * (width > 1), model.config.hidden)
+    return parallel.place_rows(jnp.zeros(shape, jnp.float32), model.mesh)
 
 
 def mask_words(vocab_size: int) -> int:

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols import anthropic_content, fields, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
 from bonsai_jax.protocols.conversation import with_system
@@ -38,12 +39,23 @@ def _thinking(name: str, value: Any) -> bool:
     return fields.one_of("enabled", "adaptive", "disabled")(f"{name}.type", kind) != "disabled"
 
 
+def _output(name: str, value: Any) -> Constraint | None:
+    """The constraint that an output_config asks for; None: any text. Its effort has no effect."""
+    form = fields.json_object(name, value).get("format")
+    if form is None:
+        return None
+    kind = fields.json_object(f"{name}.format", form).get("type")
+    fields.one_of("json_schema")(f"{name}.format.type", kind)
+    return fields.json_schema(f"{name}.format.schema", form.get("schema"))
+
+
 FIELDS = {
     **PROMPT,
     **{"max_tokens": fields.between(1, fields.MOST_NEW), "stop_sequences": fields.stop},
     **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
     **fields.SAMPLERS,
     **{"stream": fields.truth, "thinking": _thinking, "metadata": fields.json_object},
+    "output_config": _output,
 }
 
 
@@ -78,6 +90,7 @@ def _request(given: dict[str, Any]) -> Request:
         max_new_tokens=given.get("max_tokens"),
         stop=given.get("stop_sequences", []),
         stream=given.get("stream", False),
+        constraint=given.get("output_config"),
     )
 
 

@@ -19,8 +19,9 @@ from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.fields import SAMPLERS
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.sampling_params import SamplingParams
-from bonsai_jax.tokens.answer_parser import CLOSE, OPEN
-from bonsai_jax.tokens.calls import Thought, tool_grammar
+from bonsai_jax.tokens.calls import tool_grammar
+from bonsai_jax.tokens.calls.grammar import Thought
+from bonsai_jax.tokens.thoughts import first_thought
 from bonsai_jax.tokens.tokenizer import Tokenizer
 
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, which agents look for
@@ -57,7 +58,8 @@ class Submission:
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
     """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
     prompts = prompt_ids(request, model, defaults)
-    each_constraint = [constraint(request, model, ids) for ids in prompts]
+    thinks = (defaults.template | request.template).get("enable_thinking") is not False
+    each_constraint = [constraint(request, model, ids, thinks) for ids in prompts]
     lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     check_breakers(sampling, model)
@@ -79,15 +81,19 @@ def check_breakers(sampling: SamplingParams, model: Model) -> None:
             raise FieldError("dry_sequence_breakers", str(error).removeprefix(prefix)) from None
 
 
-def constraint(request: Request, model: Model, ids: list[int]) -> Constraint | None:
-    """What answers to a prompt must match, compiled for the model; None: anything. Raises FieldError for what
-    cannot be compiled."""
+def constraint(request: Request, model: Model, ids: list[int], thinks: bool) -> Constraint | None:
+    """What answers to a prompt must match, compiled for the model; None: anything. thinks: thinking is not
+    switched off. Raises FieldError for what cannot be compiled."""
     must, where = request.constraint, "response_format"
+    if not request.is_constrained:
+        return None
+    thought = first_thought(model.tokenizer, ids, thinks)
     if request.constrains_calls:
         if must is not None:
             raise FieldError("response_format", "cannot be combined with strict tools or a tool_choice")
-        must, where = _calls(request, model.tokenizer, ids), "tools"
+        must, where, thought = _calls(request, model.tokenizer, thought), "tools", "none"
     if must is not None:
+        must = dataclasses.replace(must, thought=thought)
         try:
             constraints.compile(must, model.tokenizer, model.config.vocab_size)
         except (ValueError, ImportError) as error:
@@ -95,33 +101,21 @@ def constraint(request: Request, model: Model, ids: list[int]) -> Constraint | N
     return must
 
 
-def _calls(request: Request, tokenizer: Tokenizer, ids: list[int]) -> Constraint | None:
+def _calls(request: Request, tokenizer: Tokenizer, thought: Thought) -> Constraint:
     """Calls of the request's tools, and if the model may choose, other text."""
-    if tokenizer.writes_harmony:
-        if request.tool_choice == "auto":
-            return None
-        raise FieldError("tool_choice", "only auto and none are supported for this model's format of calls")
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.tools}
     text = tool_grammar(
-        tokenizer.known_call_format(),
+        None if tokenizer.writes_harmony else tokenizer.known_call_format(),
         schemas,
         request.tool_choice,
         parallel=request.parallel_calls,
-        thought=_thought(tokenizer, ids),
+        thought=thought,
         control_ids=tokenizer.control_ids,
     )
     try:
         return constraints.grammar(text)
     except ValueError as error:  # it is too long
         raise FieldError("tools", str(error)) from None
-
-
-def _thought(tokenizer: Tokenizer, ids: list[int]) -> Thought:
-    """Whether an answer to this prompt begins with a thought."""
-    end = tokenizer.decode(ids[-8:]).rstrip()
-    if end.endswith(OPEN):
-        return "begun"
-    return "possible" if CLOSE in (tokenizer.chat_template or "") and not end.endswith(CLOSE) else "none"
 
 
 def prompt_ids(request: Request, model: Model, defaults: Defaults) -> list[list[int]]:

@@ -49,6 +49,7 @@ PROMPT = {
         closed({"type": {"const": "tool"}, "name": TEXT}),
     ),
     "thinking": closed({"type": {"enum": ["enabled", "adaptive", "disabled"]}}),
+    "output_config": closed({}, {"format": closed({"type": {"const": "json_schema"}, "schema": OBJECT})}),
 }
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
 ASKED = (

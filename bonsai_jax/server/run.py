@@ -129,7 +129,8 @@ def serve(
 
 
 async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> None:
-    """Compile every program, if asked to. From then on the server is ready."""
+    """Compile every program, if asked to. From then on the server is ready. Programs for constraints, which
+    not everybody uses, come afterwards, while it serves."""
     began = time.perf_counter()
     if compile:
         try:
@@ -141,6 +142,9 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
             return
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
+    if compile:
+        with contextlib.suppress(RuntimeError):  # the engine was closed
+            service.engine.compile_constrained()
 
 
 @dataclasses.dataclass(frozen=True)

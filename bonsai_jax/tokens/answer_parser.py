@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from bonsai_jax.tokens import tools as offered
 from bonsai_jax.tokens.calls.cursor import Broken, Cursor, Event, Steps, waiting
 from bonsai_jax.tokens.calls.format import Format, Tools
+from bonsai_jax.tokens.calls.grammar import CLOSE, OPEN
 
 if TYPE_CHECKING:
     from bonsai_jax.tokens.tokenizer import Tokenizer
 
 __all__ = ["Event", "Harmony", "Tags", "answer_parser"]
 
-OPEN, CLOSE = "<think>", "</think>"
 NAMES = ("start", "channel", "message", "end", "return", "call")
 MARK = re.compile(rf"<\|({'|'.join(NAMES)})\|>")
 MARKS = tuple(f"<|{name}|>" for name in NAMES)

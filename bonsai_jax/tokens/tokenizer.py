@@ -179,6 +179,19 @@ class Tokenizer(Vocabulary):
         """Whether answers are messages with headers: gpt-oss (answer_parser.py)."""
         return {"<|start|>", "<|channel|>", "<|message|>"} <= self.control_ids.keys()
 
+    @functools.cached_property
+    def answers_begin(self) -> str:
+        """What the chat template writes before an answer, without variables such as enable_thinking; "" if
+        that cannot be told."""
+        asked = [{"role": "user", "content": "Hello"}]
+        try:
+            without, text = (
+                self.apply_chat_template(asked, add_generation_prompt=begins) for begins in (False, True)
+            )
+        except ValueError:  # no template, or one that refuses this
+            return ""
+        return text.removeprefix(without) if text.startswith(without) else ""
+
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],

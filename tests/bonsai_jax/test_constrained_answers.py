@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax import constraints
 from bonsai_jax.constraints import Matcher
 from tests.bonsai_jax.json_schemas import BY_HAND, seeded
+from tests.bonsai_jax.test_draft import tiny as with_draft_layer
 from tests.bonsai_jax.test_engine import GREEDY, SHAPE, alone, assert_all_pages_are_back, prompt, tiny
 from tests.bonsai_jax.test_speculation import HYBRID
+from tests.bonsai_jax.tokens import assert_same
 
 NOISE = bj.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
 PERSON = {
@@ -291,6 +294,68 @@ def test_models_with_recurrent_states():
     assert alone_.tokens == outputs[0].tokens
 
 
+def test_beside_speculation_answers_are_the_same_and_others_go_on_guessing(engine):
+    """Greedy: a text that repeats itself, beside constrained rows that come and go, and too few pages."""
+    each = [bj.json_schema(PERSON), WORDS, bj.regex("(ab|cd){3,9}!"), None, WORDS]
+    same = [7] * 40  # what a model makes of it repeats itself, too
+
+    def asked(engine):
+        params = [dataclasses.replace(NOISE, seed=i, temperature=float(i % 2)) for i in range(len(each))]
+        how = {"max_new_tokens": 40, "ignore_eos": True}
+        free = engine.submit(same, GREEDY, **how)
+        handles = [
+            engine.submit(prompt(6 + i, i), own, constraint=one, **how)
+            for i, (one, own) in enumerate(zip(each, params, strict=True))
+        ]
+        return free.result(60), [handle.result(60) for handle in handles]
+
+    free, outputs = asked(engine)
+    with bj.Engine(tiny(), **SHAPE | {"pages": 9}, speculate="ngram") as speculating:
+        guessed, again = asked(speculating)
+        assert [output.tokens for output in again] == [output.tokens for output in outputs]
+        assert guessed.tokens == free.tokens and guessed.steps < free.steps * 0.8
+        assert speculating._loop.scheduler.constrained == 0 < speculating._loop.scheduler.preempted
+        assert_all_pages_are_back(speculating)
+
+
+LIST = {"type": "array", "items": PERSON, "minItems": 2, "maxItems": 3}
+
+
+def test_constrained_rows_guess_too_and_a_mask_holds_after_each_guess(engine):
+    """The same answers, log-probabilities and ends, in fewer steps."""
+    penalized = dataclasses.replace(NOISE, frequency_penalty=0.5, repetition_penalty=1.1)
+    each = [bj.regex("[ab]{40}"), bj.regex("((one|two|three), )*end"), bj.json_schema(LIST), WORDS]
+    each += [bj.regex("(ab|ba){1,20}")]
+
+    def asked(engine):
+        return [
+            engine.submit(prompt(9, 3), params, max_new_tokens=70, constraint=constraint, **how).result(60)
+            for constraint in each
+            for params in (GREEDY, NOISE, penalized)
+            for how in ({}, {"logprobs": 2, "ignore_eos": True})
+        ]
+
+    with bj.Engine(tiny(), **SHAPE | {"max_batch_size": 1}, logprobs=2, speculate="ngram") as speculating:
+        assert speculating._loop.runner.limits.guess_width == 8
+        outputs, plain = asked(speculating), asked(engine)
+        assert_all_pages_are_back(speculating)
+    for one, other in zip(outputs, plain, strict=True):
+        assert (one.tokens, one.text, one.finish_reason) == (other.tokens, other.text, other.finish_reason)
+        if one.logprobs is not None:
+            np.testing.assert_allclose(one.logprobs.token, other.logprobs.token, atol=1e-4)
+    assert sum(output.steps for output in outputs) < 0.6 * sum(output.steps for output in plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("proposer", ["ngram", "mtp"])
+def test_speculation_and_recurrent_states(proposer):
+    model = tiny(HYBRID) if proposer == "ngram" else with_draft_layer()
+    how = {"constraint": [WORDS, None], "sampling": NOISE, "max_new_tokens": 50}
+    plain = bj.generate(model, ["a b", "c"], **how)
+    guessed = bj.generate(model, ["a b", "c"], **how, speculate=proposer)
+    assert_same([output.tokens for output in guessed], [output.tokens for output in plain])
+
+
 def test_prompts_of_vectors():
     vectors = np.asarray(bj.embed(tiny().params, np.array([5, 9, 77])))
     (output,) = generate([vectors], bj.regex("no|yes"))
@@ -351,11 +416,6 @@ REFUSED = {
     ),
     "too few": ({"constraint": [WORDS]}, ValueError, "constraint: 1 constraints for 2 prompts"),
     "cannot be compiled": ({"constraint": bj.regex("(")}, ValueError, "regex: .*unclosed group"),
-    "with speculation": (
-        {"constraint": WORDS, "speculate": "ngram"},
-        NotImplementedError,
-        "leave speculate out",
-    ),
 }
 
 
@@ -387,6 +447,34 @@ def test_warmup_compiles_programs_for_constraints():
         assert engine._loop.scheduler.compiled_split == engine._loop.scheduler.compiled
         output = engine.submit("x", NOISE, max_new_tokens=20, constraint=bj.choice(["a", "b"])).result(60)
         assert output.text in ("a", "b")
+
+
+def test_programs_for_constraints_are_compiled_while_an_engine_serves(monkeypatch):
+    with bj.Engine(tiny(), max_batch_size=1, context=72, prefill_tokens=32, pages=8) as engine:
+        monkeypatch.setattr(constraints, "prepare", lambda *_: None)
+        monkeypatch.setattr(constraints, "installed", lambda: False)
+        engine.compile_constrained()
+        engine.submit("x", GREEDY, max_new_tokens=3).result(60)
+        assert engine._loop.runner._split_programs is None
+        monkeypatch.setattr(constraints, "installed", lambda: True)
+        engine.compile_constrained()
+        assert engine.submit("x", GREEDY, max_new_tokens=9).result(60).text  # meanwhile
+        scheduler, ends = engine._loop.scheduler, time.monotonic() + 60
+        while not scheduler.compiled_split:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        monkeypatch.setattr("bonsai_jax.engine.stored.compile", None)  # nothing more is compiled
+        monkeypatch.setattr("bonsai_jax.engine.stored.load", None)
+        output = engine.submit("x", NOISE, max_new_tokens=20, constraint=bj.choice(["a", "b"])).result(60)
+        assert output.text in ("a", "b")
+
+
+def test_an_engine_that_compiles_for_constraints_can_be_closed():
+    engine = bj.Engine(tiny(), max_batch_size=2, context=80, prefill_tokens=32, pages=10)
+    engine.compile_constrained()
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.compile_constrained()
 
 
 @pytest.mark.slow

@@ -118,6 +118,49 @@ def test_masks_are_those_of_a_look_at_every_token(seed):
             assert said.decode() in texts
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_masks_along_drafts_are_those_after_each_token(seed):
+    """Drafts of which some are allowed: cut where one is not, or ends the answer; then some are drawn."""
+    expression, _, texts = finite(seed)
+    rng = random.Random(seed)
+    for _ in range(4):
+        matcher = compiled(bj.regex(expression))
+        text = rng.choice(sorted(texts - {""}))
+        drafts = tokenizer().encoder(text, False)
+        if rng.random() < 0.5:
+            drafts.insert(rng.randrange(len(drafts) + 1), rng.choice([66, min(tokenizer().eos_ids)]))
+        matcher.find()
+        matcher.drafts = drafts
+        matcher.find()
+        plain, kept, masks = compiled(bj.regex(expression)), [], [matcher.allowed]
+        for token in drafts:
+            plain.find()
+            if token not in bits(plain.allowed) - tokenizer().eos_ids:
+                break
+            plain.consume([token])
+            if plain.complete:
+                break
+            plain.find()
+            kept.append(token)
+            masks.append(plain.allowed)
+        assert matcher.drafts == kept
+        np.testing.assert_array_equal(matcher.allowed_along, masks)
+        count = rng.randint(0, len(kept))
+        choices = sorted(bits(masks[count]) - tokenizer().eos_ids)
+        if choices:
+            drawn, plain = [*kept[:count], rng.choice(choices)], compiled(bj.regex(expression))
+            matcher.consume(drawn)
+            for token in drawn:
+                plain.find()
+                plain.consume([token])
+            assert (matcher.complete, matcher.forced) == (plain.complete, plain.forced)
+            matcher.find()
+            plain.find()
+            assert (matcher.forced, matcher.drafts) == (plain.forced, [])
+            if not plain.complete:
+                np.testing.assert_array_equal(matcher.allowed, plain.allowed)
+
+
 def test_json_strings_allow_what_json_allows():
     """An infinite language: the inside of a JSON string of letters, escapes and half characters."""
     matcher = compiled(bj.json_schema({"type": "string"}))

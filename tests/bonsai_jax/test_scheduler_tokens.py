@@ -234,6 +234,25 @@ def test_speculation_never_runs_out_of_pages():
     assert len(request.table) * SIZE >= request.stored == 8 + 1 + 16 + 16 - 1 and request.left == 7
 
 
+def test_guesses_for_constrained_rows_have_pages():
+    """Those that are read after the newest token, whatever of them is drawn."""
+    scheduler, width = Scheduler(limits(width=8, guess_width=4)), 4
+    request = Request(list(range(1, 9)), 40, constrained=True)
+    scheduler.add(request)
+    drawn = 1
+    while len(request.said) < 40:
+        plan = scheduler.plan()
+        assert plan.split and plan.draws == [[(request, request.row)]] and not any(plan.guesses)
+        left = 40 - len(request.said)
+        most = min(width, left) if request.said else 1  # nothing is guessed with the prompt
+        assert [*request.flights] == [(1, most)]
+        room = len(request.table) * SIZE - len(request.prompt) - len(request.said)
+        if plan.writes[0]:
+            assert room >= min(most + width - 1, left - 1)
+        request.said += [1] * min(drawn, request.flights.popleft()[1])
+        request.ready, drawn = True, drawn % width + 1
+
+
 def test_the_page_that_has_been_idle_longest_is_taken_first():
     lost = []
     pages = Pages(3, lost.append)

@@ -461,8 +461,10 @@ def test_a_server_is_ready_when_its_programs_are_compiled(model, monkeypatch):
         assert said == ["ready"] and httpx.get(f"{served.url}/ready").status_code == 200
         service.ready = False
         monkeypatch.setattr(bj.Engine, "warmup", lambda self: None)
+        monkeypatch.setattr(bj.Engine, "compile_constrained", lambda self: said.append("constraints"))
         asyncio.run(warm(service, True, said.append))
-        assert said[1].startswith("ready after ") and httpx.get(f"{served.url}/ready").status_code == 200
+        assert said[1].startswith("ready after ") and said[2:] == ["constraints"]
+        assert httpx.get(f"{served.url}/ready").status_code == 200
         service.draining = True
         assert httpx.get(f"{served.url}/ready").status_code == 503
         refused = served.post(TEXT, prompt="Once", max_tokens=2)

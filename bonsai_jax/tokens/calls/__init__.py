@@ -4,17 +4,18 @@
     shared    cursor (text as it comes), json_text, named, parameters and values (tags), grammar
 
 A model's format follows from its chat template (`call_format`). gpt-oss has its own parser, because its calls
-are a kind of message (answer_parser.Harmony).
+are a kind of message (answer_parser.Harmony), and its own grammars (harmony).
 """
 
 from collections.abc import Container, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from bonsai_jax.tokens.calls import (
     deepseek,
     functionary,
     gemma,
     glm,
+    harmony,
     hermes,
     lists,
     llama,
@@ -24,9 +25,7 @@ from bonsai_jax.tokens.calls import (
     qwen,
 )
 from bonsai_jax.tokens.calls.format import Format
-from bonsai_jax.tokens.calls.grammar import Rules
-
-Thought = Literal["none", "possible", "begun"]
+from bonsai_jax.tokens.calls.grammar import Rules, Thought
 
 # In this order a template is looked through: formats that share a sign with a later one come first.
 FORMATS = (
@@ -63,7 +62,7 @@ def call_format(template: str | None, tokens: Container[str] = ()) -> Format | N
 
 
 def tool_grammar(
-    format: Format,
+    format: Format | None,
     tools: Mapping[str, Any],
     choice: str = "auto",
     *,
@@ -73,12 +72,12 @@ def tool_grammar(
 ) -> str:
     """A grammar (llguidance's Lark) for answers with calls whose arguments keep to their schemas.
 
+    format       None: harmony's, in which an answer has one call
     tools        functions' names, and JSON schemas of their arguments
     choice       "auto": text, and calls where the model begins one; "required": calls alone; or the name of
                  the one function to be called
     parallel     whether an answer may have several calls
-    thought      "begun": the answer begins within a thought, which </think> ends, and which is free;
-                 "possible": it may begin with one
+    thought      "begun": the answer begins within a thought, which is free; "possible": it may begin with one
     control_ids  the control tokens of the vocabulary, {name: id}
     Raises ValueError for a name that is no tool's.
     """
@@ -86,7 +85,10 @@ def tool_grammar(
         if choice not in tools:
             raise ValueError(f"tool_choice: {choice!r} is not one of the tools {', '.join(tools)}")
         tools, parallel = {choice: tools[choice]}, False
-    rules, shape = Rules(control_ids or {}), format.grammar
+    rules = Rules(control_ids or {})
+    if format is None:
+        return rules.written(harmony.calls(rules, tools, choice, thought))
+    shape = format.grammar
     calls = shape.calls(rules, tools, parallel)
     if choice != "auto":
         start = f"{rules.text(shape.opening)} {calls}"
@@ -94,8 +96,6 @@ def tool_grammar(
         start = f"{rules.text(shape.opening)} {calls} | /([^{{](.|\\n)*)?/"
     else:
         start = f"({rules.until(shape.opening)} {calls}){'*' if parallel else '?'} TEXT"
-    if thought == "begun":
-        start = f"{rules.until('</think>')} /\\s*/ ({start})"
-    elif thought == "possible" and choice != "auto":
-        start = f"({rules.text('<think>')} {rules.until('</think>')} /\\s*/)? ({start})"
+    if thought == "begun" or (thought == "possible" and choice != "auto"):  # free text may have one anyway
+        start = f"{rules.thought(thought)} ({start})"
     return rules.written(start)

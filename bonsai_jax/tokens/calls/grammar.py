@@ -10,13 +10,18 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from bonsai_jax.tokens.calls.parameters import Style
 from bonsai_jax.tokens.calls.values import types
 
 SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 TEXT = "TEXT: /(.|\\n)*/"
+OPEN, CLOSE = "<think>", "</think>"
+LINES = "/[\\r\\n]{0,4}/"  # after a thought; where more may come, small models write nothing else
+
+# Before an answer: nothing, perhaps a thought, the rest of one, or in harmony a header alone.
+Thought = Literal["none", "possible", "begun", "header"]
 
 
 class Rules:
@@ -51,6 +56,15 @@ class Rules:
         if mark in self.ids:
             return f"TEXT {self.text(mark)}"
         return self.add("until[lazy]", f"/(.|\\n)*/ {self.text(mark)}")
+
+    def thought(self, thought: Thought) -> str:
+        """An expression for a thought between tags."""
+        if thought == "begun":
+            return f"{self.until(CLOSE)} {LINES}"
+        whole = (
+            f"({self.text(OPEN)} {self.until(CLOSE)} {LINES})?"  # no line before it: that begins answers, too
+        )
+        return whole if thought == "possible" else ""
 
     def json(self, schema: Any) -> str:
         """An expression for JSON of a schema, on one line, with spaces as templates write them."""
