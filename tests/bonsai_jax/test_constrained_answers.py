@@ -455,7 +455,7 @@ def test_programs_for_constraints_are_compiled_while_an_engine_serves(monkeypatc
         monkeypatch.setattr(constraints, "installed", lambda: False)
         engine.compile_constrained()
         engine.submit("x", GREEDY, max_new_tokens=3).result(60)
-        assert engine._loop.runner._split_programs is None
+        assert not engine._loop.runner._others
         monkeypatch.setattr(constraints, "installed", lambda: True)
         engine.compile_constrained()
         assert engine.submit("x", GREEDY, max_new_tokens=9).result(60).text  # meanwhile

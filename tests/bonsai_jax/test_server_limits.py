@@ -456,11 +456,11 @@ def test_a_server_is_ready_when_its_programs_are_compiled(model, monkeypatch):
         service, said = served.service, []
         service.ready = False
         assert httpx.get(f"{served.url}/ready").status_code == 503
-        monkeypatch.setattr(bj.Engine, "warmup", lambda self: pytest.fail("cannot"))
+        monkeypatch.setattr(bj.Engine, "warmup", lambda self, **how: pytest.fail("cannot"))
         asyncio.run(warm(service, False, said.append))
         assert said == ["ready"] and httpx.get(f"{served.url}/ready").status_code == 200
         service.ready = False
-        monkeypatch.setattr(bj.Engine, "warmup", lambda self: None)
+        monkeypatch.setattr(bj.Engine, "warmup", lambda self, **how: None)
         monkeypatch.setattr(bj.Engine, "compile_constrained", lambda self: said.append("constraints"))
         asyncio.run(warm(service, True, said.append))
         assert said[1].startswith("ready after ") and said[2:] == ["constraints"]
