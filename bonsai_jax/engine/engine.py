@@ -130,6 +130,12 @@ class Engine:
         return min(self.options.context, self.options.pages * self.model.run.page_size)
 
     @property
+    def saves_states(self) -> bool:
+        """Whether a prompt can continue an earlier one only where its state was saved: `submit` can be told
+        where."""
+        return self._loop.runner.saves
+
+    @property
     def broken(self) -> Exception | None:
         """Why the engine runs nothing more; None: it does."""
         return self._broken
@@ -179,6 +185,7 @@ class Engine:
         n: int = 1,
         constraint: Constraint | None = None,
         owner: str = "",
+        checkpoints_at: Sequence[int] | None = None,
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
@@ -188,6 +195,8 @@ class Engine:
         constraint what every answer must match. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
         owner      requests share cached beginnings of prompts with those of the same owner alone
+        checkpoints_at   positions in the prompt, in tokens, where later prompts will part ways with it: a model
+                   whose states pages do not hold saves them there. None: at its last full page
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -200,6 +209,9 @@ class Engine:
             logprobs = whole("logprobs", logprobs)
         compiled_constraint(self.model, constraint, self.options.speculate)
         kind("owner", owner, str, "a name")
+        if checkpoints_at is not None:
+            kind("checkpoints_at", checkpoints_at, (list, tuple), "a list of positions")
+            checkpoints_at = tuple(whole("checkpoints_at", at, 0, len(ids)) for at in checkpoints_at)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
@@ -213,6 +225,7 @@ class Engine:
                 index=index,
                 constraint=constraint,
                 owner=owner,
+                places=checkpoints_at,
                 on_piece=handle.add,
             )
             for index in range(n)

@@ -95,6 +95,7 @@ class Loop:
         index: int = 0,
         constraint: Constraint | None = None,
         owner: str = "",
+        places: tuple[int, ...] | None = None,
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
         """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
@@ -102,7 +103,7 @@ class Loop:
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
-        request = Request(ids, max_new_tokens, reusable, vectors, priority, owner)
+        request = Request(ids, max_new_tokens, reusable, vectors, priority, owner, places=places)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -121,11 +122,12 @@ class Loop:
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
-    def cancel(self, answer: Answer) -> None:
+    def cancel(self, answer: Answer, *, read_all: bool = False) -> None:
         """End a request. Its row and pages are free for the next plan. One that has ended, also by a dispatch
-        that failed, is not in the scheduler any more."""
+        that failed, is not in the scheduler any more. read_all: as for Scheduler.end."""
         if self.answers.pop(answer.request, None) is not None:
-            self.scheduler.end(answer.request)
+            self.scheduler.end(answer.request, read_all=read_all)
+            self._save_states()
 
     def turn(self) -> bool:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
@@ -225,7 +227,8 @@ class Loop:
     def _every_call(self) -> list[Call]:
         """Of each program, without any request."""
         calls = [self.runner.padding(size, n) for size in self._sizes() for n in self._variants]
-        return calls + ([self.runner.padding(None, None)] if self.runner.shares else [])
+        calls += [self.runner.padding(None, None)] if self.runner.shares else []
+        return calls + ([self.runner.save(None)] if self.runner.saves else [])
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""
@@ -267,7 +270,14 @@ class Loop:
         """Dispatched plans whose results are not all read."""
         return len({id(flight.plan) for flight in self._flying})
 
+    def _save_states(self) -> None:
+        """Dispatch the copies of states that must come before the next plan."""
+        saves, self.scheduler.saves = self.scheduler.saves, []
+        for one in saves:
+            self.runner.dispatch(self.runner.save(one))
+
     def _dispatch(self, plan: Plan) -> None:
+        self._save_states()
         reads = list(itertools.chain(*plan.reads))
         for device, chunks in enumerate(plan.reads):
             for read in chunks:
@@ -372,7 +382,9 @@ class Loop:
         piece = self.piece(answer, row_scores, steps)
         undrawn = piece.finish_reason is None and count < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
-            self.cancel(answer)
+            # Of stop strings and constraints only the host knows, and the device may have read on.
+            ended = piece.finish_reason == "length" or request.said[-1] in answer.reader.end_tokens
+            self.cancel(answer, read_all=ended and not undrawn and answer.matcher is None)
         if count or piece.finish_reason is not None:
             answer.on_piece(piece)
         if undrawn:

@@ -135,6 +135,15 @@ def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Resul
 
 
 @over_mesh(RESULT)
+def save(params: Params, pool: State, columns: Int[Array, "R 2"]) -> Result:
+    """Copy what mixers store of a row, beside pages, to a checkpoint. columns: the row's number, and the
+    checkpoint's, numbered after all rows; both beyond all for padding."""
+    source, to = columns[:, 0], columns[:, 1]
+    states = map_states(lambda state: state.with_row_copies(source, to), _states(pool))
+    return Result(_with_states(pool, states))
+
+
+@over_mesh(RESULT)
 def prefill(
     params: Params,
     pool: State,
@@ -364,6 +373,7 @@ def noted_tokens(state: State, chunk: dict[str, Any]) -> State:
     return state.replace(sampler=noted)
 
 
+save_rows = jitted.donating(save, "pool")
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 decode_rows = jitted.donating(decode, "pool")

@@ -28,7 +28,7 @@ from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import split_rows
 from bonsai_jax.engine.caller import Caller
-from bonsai_jax.engine.plans import Limits, Read, Request
+from bonsai_jax.engine.plans import Limits, Read, Request, Save
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
@@ -122,6 +122,11 @@ class Runner:
         """Whether requests can share the beginnings of their prompts."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
+    @property
+    def saves(self) -> bool:
+        """Whether states are saved at the ends of answers."""
+        return self.shares and self.options.checkpoints > 0 and self.options.speculate is None
+
     def split(self) -> None:
         """Make ready for programs of split steps. Call it before the first."""
         if self._split_programs is None:
@@ -138,6 +143,13 @@ class Runner:
             rows[i]["first"], rows[i]["count"], rows[i]["starts"] = 0, len(known), 1
             rows[i]["tokens"][: len(known)] = known
         return Call("notes of prompts", on_device.note_rows, [on_device.packed(rows)], (), {})
+
+    def save(self, one: Save | None) -> Call:
+        """rows.save of one state; None: of none. One at a time, so that it takes the memory of one."""
+        columns = np.full((self.data, 2), self._no_row, np.int32)
+        if one is not None:
+            columns[one.device] = one.row, self.options.max_batch_size + one.checkpoint
+        return Call("copies of states", on_device.save_rows, [columns], (), {})
 
     def prefill(
         self,

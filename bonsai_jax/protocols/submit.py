@@ -17,10 +17,12 @@ from bonsai_jax.engine.prompts import each_sampling, encode
 from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.request import Request
+from bonsai_jax.tokens import departures
 from bonsai_jax.tokens.answer_parser import CLOSE, OPEN
 from bonsai_jax.tokens.calls import Thought, tool_grammar
 from bonsai_jax.tokens.tokenizer import Tokenizer
 
+Places = tuple[int, ...] | None
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, which agents look for
 
 
@@ -32,6 +34,8 @@ class Defaults:
     sampling         of which a request replaces some fields
     max_new_tokens   None: until the context is full
     template         variables of the chat template, such as enable_thinking
+    places           chats say where later prompts will part ways with them (tokens/departures.py), for engines
+                     that save states
     clip             a request that asks for more new tokens than there is room for gets fewer; else it is an
                      error
     """
@@ -40,6 +44,7 @@ class Defaults:
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int | None = None
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    places: bool = False
     clip: bool = False
 
 
@@ -54,15 +59,19 @@ class Submission:
 
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
     """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
-    prompts = prompt_ids(request, model, defaults)
-    each_constraint = [constraint(request, model, ids) for ids in prompts]
-    lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
+    prompts = _encoded(request, model, defaults)
+    each_constraint = [constraint(request, model, ids) for ids, _ in prompts]
+    lengths = [_new_tokens(request, len(ids), defaults) for ids, _ in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
     how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
+    how["n"] = request.n
     return [
-        Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, "constraint": must, **how})
-        for ids, own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
+        Submission(
+            ids,
+            {"sampling": own, "max_new_tokens": new, "constraint": must, "checkpoints_at": places, **how},
+        )
+        for (ids, places), own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
     ]
 
 
@@ -113,6 +122,11 @@ def _thought(tokenizer: Tokenizer, ids: list[int]) -> Thought:
 
 def prompt_ids(request: Request, model: Model, defaults: Defaults) -> list[list[int]]:
     """Token ids of each prompt. Raises FieldError for one that cannot be encoded."""
+    return [ids for ids, _ in _encoded(request, model, defaults)]
+
+
+def _encoded(request: Request, model: Model, defaults: Defaults) -> list[tuple[list[int], Places]]:
+    """Token ids of each prompt, and Engine.submit's checkpoints_at. Errors are those of `prompt_ids`."""
     try:
         return [_ids(request, model, prompt, defaults) for prompt in request.prompts]
     except FieldError:
@@ -129,12 +143,17 @@ def chat_ids(
 ) -> list[int]:
     """Token ids of a chat. Raises ValueError where the template refuses it, and FieldError for tools that
     this model cannot call."""
+    check_tools(tokenizer, tools)
+    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
+
+
+def check_tools(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> None:
+    """Raise FieldError for tools that this model cannot call."""
     if tools and not tokenizer.writes_harmony:
         try:
             tokenizer.known_call_format()
         except NotImplementedError as error:
             raise FieldError("tools", str(error).removeprefix("tools: ")) from None
-    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
 
 
 def chat_texts(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
@@ -154,13 +173,19 @@ def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str
     ]
 
 
-def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
+def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> tuple[list[int], Places]:
     texts = chat_texts(prompt, request.tools) if request.chat else [prompt]
     check_size(request.where, model.tokenizer, texts, defaults.most_tokens)
+    places: Places = None
     if request.chat:
         template = defaults.template | request.template
-        prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
-    return cast(list[int], encode(model, prompt))
+        if defaults.places:
+            check_tools(model.tokenizer, request.tools)
+            own = roles(model.tokenizer, prompt)
+            prompt, places = departures.encode_chat(model.tokenizer, own, tools=request.tools, **template)
+        else:
+            prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
+    return cast(list[int], encode(model, prompt)), places
 
 
 def check_size(where: str, tokenizer: Tokenizer, texts: list[Any], most: int) -> None:

@@ -355,6 +355,9 @@ class State(states.State, struct.PyTreeNode):
         state = self.replace(k=new.k, v=new.v)
         return state if self.ring is None or saves is None else state._with_ring_copies(rows, saves)
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        return self if self.ring is None else self._with_ring_copies(source, to)
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         return self if self.ring is not None else self._with_copies(source, to)
 

@@ -250,6 +250,9 @@ class State(states.State, struct.PyTreeNode):
     def put(self, new: Self, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> Self:
         return self.replace(k=new.k)
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        return self
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         def copied(x):
             return x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False)

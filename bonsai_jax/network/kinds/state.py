@@ -64,6 +64,11 @@ class State:
             )
         return state
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        """This state with rows `to` as copies of rows `source`; those beyond the last are none. Without the
+        barrier XLA could read and write in one loop, for which it copies the whole array."""
+        return self.put(jax.lax.optimization_barrier(self.taken(source)), to)
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         """This state with pages `to` of the block table as copies of its pages `source`; those beyond the
         last are none."""
