@@ -36,6 +36,8 @@ from bonsai_jax.weights import memory
 MOST_ANSWERS = 4096  # of one request
 MOST_BIASES = 65536  # of one request; each row of the batch has room for them
 LONGEST_WAIT_S = 1e9
+# The system prompt, the question, the newest prompt and its answer: see checkpoints.py.
+LEAST_CHECKPOINTS = 4
 TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
@@ -57,7 +59,8 @@ class Engine:
     logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
-                 memory of a row's state (card.py). None: max_batch_size; 0: such prompts are read whole
+                 memory of a row's state (card.py). None: max_batch_size, and at least 4, which a conversation
+                 of an agent needs; 0: such prompts are read whole
     max_wait_s   most seconds that a new request, or the next token of a stream, waits for other work, if a
                  single step and a chunk of prefill take less
     prefill_tokens   most tokens of prompts that are read between two steps; None: 2,048, on a CPU 512
@@ -353,7 +356,7 @@ def _options(
     pages = count("pages", pages, enough)
     logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
     logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
-    checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
+    checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0))
     asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
     rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
     memory.check_cache(model.config, model.run, rows, tokens, asked)
