@@ -3,7 +3,9 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import inspect
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -38,6 +40,8 @@ MOST_BIASES = 65536  # of one request; each row of the batch has room for them
 LONGEST_WAIT_S = 1e9
 # The system prompt, the question, the newest prompt and its answer: see checkpoints.py.
 LEAST_CHECKPOINTS = 4
+PREFIX_CACHE_BYTES = 16 * 10**9
+MOST_BYTES = 2**62
 TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
@@ -66,6 +70,9 @@ class Engine:
     prefill_tokens   most tokens of prompts that are read between two steps; None: 2,048, on a CPU 512
     reproducible the same bits for a request alone and in a crowd: decode and prefill of one size, no prefix
                  cache, and pages for the whole answer from the start
+    prefix_cache a folder in which cached beginnings of prompts are kept, also for the next process
+                 (prefix_folder.py); None: in memory alone
+    prefix_cache_bytes   of all files in it; those unused for the longest time are removed
 
     Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
     rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
@@ -88,15 +95,20 @@ class Engine:
         max_wait_s: float = 0.1,
         prefill_tokens: int | None = None,
         reproducible: bool = False,
+        prefix_cache: str | os.PathLike[str] | None = None,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ):
         self.model = model
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
             logit_biases=logit_biases, speculate=speculate, taps=taps, logits_processor=logits_processor,
             checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
-            reproducible=reproducible,
+            reproducible=reproducible, prefix_cache=prefix_cache, prefix_cache_bytes=prefix_cache_bytes,
         )  # fmt: skip
         self._loop = Loop(model, self.options, threaded=True)
+        if prefix_cache is not None:
+            wake = functools.partial(self._send, late=True)
+            self._loop.open_store(prefix_cache, prefix_cache_bytes, wake)
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
         self._broken: Exception | None = None
@@ -198,8 +210,8 @@ class Engine:
         constraint what every answer must match. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
         owner      requests share cached beginnings of prompts with those of the same owner alone
-        checkpoints_at   positions in the prompt, in tokens, where later prompts will part ways with it: a model
-                   whose states pages do not hold saves them there. None: at its last full page
+        checkpoints_at   positions in the prompt, in tokens, where later prompts will part ways with it: a
+                   model whose states pages do not hold saves them there. None: at its last full page
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -342,7 +354,7 @@ class Engine:
 
 def _options(
     model: Model, *, max_batch_size, pages, context, logprobs, logit_biases, speculate, taps,
-    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible,
+    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible, prefix_cache, prefix_cache_bytes,
 ) -> Options:  # fmt: skip
     """The arguments of an Engine, checked, and with every default filled in."""
     check_model(model)
@@ -356,7 +368,13 @@ def _options(
     pages = count("pages", pages, enough)
     logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
     logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
-    checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0))
+    checkpoints = _checkpoints(
+        model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0)
+    )
+    if prefix_cache is not None:
+        kind("Engine: prefix_cache", prefix_cache, (str, os.PathLike), "a folder's path")
+        _check_prefix_cache(model, taps, reproducible)
+    whole("Engine: prefix_cache_bytes", prefix_cache_bytes, 1, MOST_BYTES)
     asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
     rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
     memory.check_cache(model.config, model.run, rows, tokens, asked)
@@ -371,6 +389,16 @@ def _options(
         checkpoints=checkpoints,
         **step_options(model, taps, logits_processor, logprobs, speculate),
     )
+
+
+def _check_prefix_cache(model: Model, taps: Taps | None, reproducible: Any) -> None:
+    """Raise for an engine whose cached prompts cannot be kept in files."""
+    if model.mesh is not None:
+        raise NotImplementedError("prefix_cache over a mesh; one device's engine can keep prompts in files")
+    if taps is not None:
+        raise ValueError("prefix_cache: taps change keys and values, which files of other engines have not")
+    if reproducible is True:
+        raise ValueError("prefix_cache: an engine with reproducible=True has no prefix cache; leave one out")
 
 
 def _checkpoints(model: Model, asked: int) -> int:

@@ -47,8 +47,8 @@ class Pages:
         self.holders[page] += 1
 
     def release(self, page: int, *, keep: bool, first: bool = False) -> None:
-        """Remove a holder. Without any the page is idle if `keep`, else free. first: it is the next idle page to
-        be taken."""
+        """Remove a holder. Without any the page is idle if `keep`, else free. first: it is the next idle page
+        to be taken."""
         self.holders[page] -= 1
         if self.holders[page]:
             return

@@ -116,8 +116,8 @@ class PrefixCache:
         return match
 
     def _continue(self, match: Match, pages: list[int], node: Node, agree: int) -> None:
-        """Let a match of these pages go on to the last state in the node after at most `agree` tokens, if it has
-        one."""
+        """Let a match of these pages go on to the last state in the node after at most `agree` tokens, if it
+        has one."""
         first = len(pages) * self.page_size
         known = {first + n: checkpoint for n, checkpoint in node.checkpoints.items() if n <= agree}
         match.states.update(known)
@@ -127,9 +127,12 @@ class PrefixCache:
             if match.tokens == first + self.page_size:
                 match.pages, match.source = [*pages, node.page], None
 
-    def save(self, tokens: list[int], table: list[int], owner: str = "", *, passing: bool = False) -> int | None:
-        """The checkpoint for the state of a row with this table after these tokens, whose pages are known; None:
-        it is saved already, or every checkpoint has a holder. Only work that is dispatched later may write to it.
+    def save(
+        self, tokens: list[int], table: list[int], owner: str = "", *, passing: bool = False
+    ) -> int | None:
+        """The checkpoint for the state of a row with this table after these tokens, whose pages are known;
+        None: it is saved already, or every checkpoint has a holder. Only work that is dispatched later may
+        write to it.
 
         passing   it is the first to be overwritten
         """
@@ -147,8 +150,8 @@ class PrefixCache:
         return self.checkpoints.take(1)[0]
 
     def attach(self, checkpoint: int, tokens: list[int], table: list[int], owner: str = "") -> None:
-        """Give up a checkpoint that this holds: it is the state of a row with this table after these tokens, and
-        free where their pages are not known or have it already."""
+        """Give up a checkpoint that this holds: it is the state of a row with this table after these tokens,
+        and free where their pages are not known or have it already."""
         place = self._place(tokens, table, owner)
         if place is None or place[1] in place[0].checkpoints:
             self.release_checkpoint(checkpoint)
@@ -167,8 +170,8 @@ class PrefixCache:
         self.checkpoints.release(checkpoint, keep=True, first=first)
 
     def _place(self, tokens: list[int], table: list[int], owner: str) -> tuple[Node, int] | None:
-        """The node in which these tokens end, and how many of its own they are. Within a page it is that of the
-        row's own page, or of another that is computed."""
+        """The node in which these tokens end, and how many of its own they are. Within a page it is that of
+        the row's own page, or of another that is computed."""
         node, count = self._root(owner), 0
         for chunk, page in zip(self._chunks(tokens), table, strict=False):
             count = len(chunk)
@@ -214,6 +217,18 @@ class PrefixCache:
                 child.ready |= ready
             node = child
 
+    def hold_pages(self, tokens: list[int], owner: str = "") -> list[int]:
+        """The computed full pages with which these tokens begin, each with one holder more."""
+        node, table = self._root(owner), []
+        for chunk in self._chunks(tokens):
+            child = node.children.get(chunk)
+            if child is None or not child.ready or len(chunk) < self.page_size:
+                break
+            self.pages.hold(child.page)
+            table.append(child.page)
+            node = child
+        return table
+
     def abandon(self, table: Iterable[int]) -> None:
         """The row of these pages will not compute the rest: remove the pages that are not ready."""
         for page in table:
@@ -240,10 +255,11 @@ class PrefixCache:
             return
         if node.parent is not None:
             del node.parent.children[node.tokens]
-        for checkpoint in node.checkpoints.values() if self.checkpoints is not None else ():
-            self.checkpoints.hold(checkpoint)  # free at once, or after its last holder
-            del self._saved[checkpoint]
-            self.release_checkpoint(checkpoint)
+        if self.checkpoints is not None:
+            for checkpoint in node.checkpoints.values():
+                self.checkpoints.hold(checkpoint)  # free at once, or after its last holder
+                del self._saved[checkpoint]
+                self.release_checkpoint(checkpoint)
         for child in list(node.children.values()):
             self._forget(child.page)
 

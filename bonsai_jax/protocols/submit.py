@@ -34,8 +34,8 @@ class Defaults:
     sampling         of which a request replaces some fields
     max_new_tokens   None: until the context is full
     template         variables of the chat template, such as enable_thinking
-    places           chats say where later prompts will part ways with them (tokens/departures.py), for engines
-                     that save states
+    places           chats say where later prompts will part ways with them (tokens/departures.py), for
+                     engines that save states
     clip             a request that asks for more new tokens than there is room for gets fewer; else it is an
                      error
     """

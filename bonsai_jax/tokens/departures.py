@@ -1,12 +1,14 @@
 """Where later prompts of a conversation will part ways with this one.
 
-    <|im_start|>system ... <|im_end|>| <|im_start|>user ... <|im_end|>| <|im_start|>assistant <think> Hm. </think> No.
-                                     ^ another conversation           ^ the next turn, without the thought
+    <|im_start|>system ... <|im_end|>| <|im_start|>user ... <|im_end|>| <|im_start|>assistant <think> Hm.
+                                     </think> No. ^ another conversation           ^ the next turn, without
+                                     the thought
 
-A chat template may write an answer into the history otherwise than the model wrote it: without its thoughts, with
-arguments of calls in another order. So the prompt of the next turn agrees with this one and its answer up to the
-beginning of the answer, and after a question's calls of tools up to the first answer after the question. An engine
-saves recurrent states there (engine/checkpoints.py). The places are found by rendering what may come next.
+A chat template may write an answer into the history otherwise than the model wrote it: without its thoughts,
+with arguments of calls in another order. So the prompt of the next turn agrees with this one and its answer
+up to the beginning of the answer, and after a question's calls of tools up to the first answer after the
+question. An engine saves recurrent states there (engine/checkpoints.py). The places are found by rendering
+what may come next.
 """
 
 import bisect
@@ -27,7 +29,8 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     **template: Any,
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Token ids as Tokenizer.encode_chat has them, and the places in them where later prompts depart, in order.
+    """Token ids as Tokenizer.encode_chat has them, and the places in them where later prompts depart, in
+    order.
 
     Each place is before a control token, because there texts can be encoded apart. Errors are those of
     Tokenizer.encode_chat.

@@ -242,7 +242,8 @@ class Tokenizer(Vocabulary):
         return self.apply_chat_template(**_fenced(fenced, self.control_names), **template_arguments)
 
     def encode_chat_text(self, text: str) -> list[int]:
-        """Token ids of a `chat_text`, or of a part that begins and ends at control tokens of the template's."""
+        """Token ids of a `chat_text`, or of a part that begins and ends at control tokens of the
+        template's."""
         ids = []
         for i, part in enumerate(re.split(f"{OPEN}(.*?)(?:{CLOSE}|$)", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)

@@ -1,9 +1,11 @@
-"""What an agent's turns read: requests of one conversation in the shape of Claude Code's, with calls of tools, thoughts
-that the template drops from the history, and a system prompt whose beginning and end change each time.
+"""What an agent's turns read: requests of one conversation in the shape of Claude Code's, with calls of
+tools, thoughts that the template drops from the history, and a system prompt whose beginning and end change
+each time.
 
-A turn reads the tokens with which no earlier prompt or answer begins, and at most one page: with layers of attention
-alone, with a recurrent state, and with windows. Twenty turns on the device of test_scheduler_tokens.py, which also
-checks that each state is that of the tokens before it; a few, and slowly twenty, through a server.
+A turn reads the tokens with which no earlier prompt or answer begins, and at most one page: with layers of
+attention alone, with a recurrent state, and with windows. Twenty turns on the device of
+test_scheduler_tokens.py, which also checks that each state is that of the tokens before it; a few, and slowly
+twenty, through a server.
 """
 
 import json
@@ -40,8 +42,8 @@ def body(messages: list, turn: int, **more) -> dict:
 
 
 class Conversation:
-    """An agent. answer(body, script) has the model write this script, and returns the answer's content and the tokens
-    that it has read. known: prompts with their answers, as token ids."""
+    """An agent. answer(body, script) has the model write this script, and returns the answer's content and
+    the tokens that it has read. known: prompts with their answers, as token ids."""
 
     def __init__(self, own: Tokenizer, answer: Callable[[dict, int], tuple[list, int]], thoughts: bool):
         self.tokenizer, self.answer, self.thoughts = own, answer, thoughts
@@ -107,8 +109,8 @@ class Scripted(Device):
 @pytest.mark.parametrize("thoughts", [True, False])
 @pytest.mark.parametrize("checkpoints", [None, 4, 8])
 def test_each_of_twenty_turns_reads_its_new_tokens_and_a_page(checkpoints, thoughts):
-    """checkpoints: of states; None: the model has only pages. thoughts: the client sends them back, as Claude Code
-    does, or not."""
+    """checkpoints: of states; None: the model has only pages. thoughts: the client sends them back, as Claude
+    Code does, or not."""
     device = Scripted(1000, recurrent=checkpoints is not None)
     scheduler, own = Scheduler(limits(pages=1000, checkpoints=checkpoints)), tokenizer(FORGETFUL)
 
