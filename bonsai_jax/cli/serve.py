@@ -15,6 +15,7 @@ from bonsai_jax import choices
 from bonsai_jax.cli import options
 from bonsai_jax.cli.spread import spread
 
+GIGABYTE = 10**9
 KEYS = "BONSAI_JAX_API_KEYS"  # environment variable
 
 
@@ -77,6 +78,34 @@ class PlaceOptions:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixOptions:
+    """Where cached beginnings of prompts are kept, beside memory."""
+
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefix-cache",
+            metavar="DIR",
+            help="Keep cached beginnings of prompts in this folder, too: the next start continues from them.",
+        ),
+    ] = None
+    prefix_cache_size: Annotated[
+        float,
+        typer.Option(
+            "--prefix-cache-size", min=0.001, metavar="GB",
+            help="Most gigabytes in this folder; what was not used for the longest time is removed.",
+        ),
+    ] = 16.0
+
+    def engine_options(self) -> dict[str, Any]:
+        """The arguments of Engine."""
+        return {
+            "prefix_cache": self.prefix_cache,
+            "prefix_cache_bytes": round(self.prefix_cache_size * GIGABYTE),
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +191,7 @@ def command(
         choices.Pooling,
         typer.Option(help="How /v1/embeddings makes a vector, unless a request says."),
     ] = "mean",
+    prefixes: PrefixOptions,
     limits: LimitOptions,
     warmup: Annotated[
         bool,
@@ -224,7 +254,7 @@ def command(
         max_body=limits.max_body * MEGABYTE,
         timeout_s=limits.timeout,
     )
-    engine = bj.Engine(loaded, **how)
+    engine = bj.Engine(loaded, **how, **prefixes.engine_options())
     say = functools.partial(print, flush=True)
     serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)
     if warmup:  # threads that still compile programs for it would hold the process up

@@ -108,7 +108,11 @@ class Engine:
         self._loop = Loop(model, self.options, threaded=True)
         if prefix_cache is not None:
             wake = functools.partial(self._send, late=True)
-            self._loop.open_store(prefix_cache, prefix_cache_bytes, wake)
+            try:
+                self._loop.open_store(prefix_cache, prefix_cache_bytes, wake)
+            except OSError:
+                self._loop.close()
+                raise
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
         self._broken: Exception | None = None

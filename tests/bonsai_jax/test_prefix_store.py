@@ -2,6 +2,7 @@
 attention alone, recurrent states and windows; damaged files, other owners and other models; a bound."""
 
 import logging
+import os
 import time
 
 import pytest
@@ -65,3 +66,58 @@ def test_the_next_process_continues_where_the_last_one_ended(model, tmp_path, ca
         (again,) = ask(model, tmp_path, longer)
     assert again.tokens == expected[0] and again.cached_tokens == 0
     assert "damaged" in caplog.text
+
+
+def test_a_folder_keeps_what_was_used_last_and_no_more_than_its_bound(tmp_path):
+    folder = PrefixFolder(tmp_path, "own", 5000)
+    keys = [folder.next(folder.root("ann"), [n]) for n in range(4)]
+    names = [folder.page(key) for key in keys]
+    for age, name in enumerate(names):
+        folder.write(name, bytes(1000))
+        os.utime(tmp_path / "own" / name, (age, age))
+    (tmp_path / "own" / "theirs.txt").write_text("none of ours")
+    folder.used([names[0]])
+    folder.write(folder.state(keys[0], [5, 6]), bytes(1500))  # beyond the bound: the oldest go
+    assert [folder.has(name) for name in names] == [True, False, False, True]
+    assert folder.states(keys[0]) == [(2, folder.state(keys[0], [5, 6]))]
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 5000
+    assert (tmp_path / "own" / "theirs.txt").exists()
+
+
+def test_two_processes_may_share_a_folder(tmp_path, caplog):
+    """Both write the same file; one removes what the other has listed; half a file is nobody's."""
+    one, two = (PrefixFolder(tmp_path, "own", 10**6) for _ in range(2))
+    key = one.root("")
+    name = one.state(key, [1])
+    one.write(name, b"1234")
+    two.write(name, b"1234")
+    assert bytes(one.read(name, 4)) == bytes(two.read(name, 4)) == b"1234"
+    (tmp_path / "own" / name).unlink()
+    assert one.read(name, 4) is None and not caplog.records
+    for content in (b"", b"1234", b"bonsai-jax prefix 1\n" + bytes(36)):
+        (tmp_path / "own" / name).write_bytes(content)
+        assert two.read(name, 4) is None and not two.has(name)
+    assert len(caplog.records) == 3 and all("damaged" in record.message for record in caplog.records)
+    one.write(name, b"1234")
+    (tmp_path / "own" / name).rename(tmp_path / "own" / two.page(key))  # another's content
+    assert two.read(two.page(key), 4) is None
+
+
+def test_names_tell_owners_and_tokens_apart(tmp_path):
+    folder = PrefixFolder(tmp_path, "own", 10**6)
+    roots = [folder.root(owner) for owner in ("ann", "bob", "")]
+    keys = [folder.next(root, tokens) for root in roots for tokens in ([1, 2], [1, 3], [12])]
+    assert len({*roots, *keys}) == 12 and not any("ann" in key for key in keys)
+
+
+def test_what_cannot_be_kept_is_refused(tmp_path):
+    own = load("tiny-llama")
+    with pytest.raises(ValueError, match="reproducible"):
+        bj.Engine(own, prefix_cache=tmp_path, reproducible=True)
+    with pytest.raises(ValueError, match="taps"):
+        bj.Engine(own, prefix_cache=tmp_path, taps=bj.Taps(edit=lambda site, layer, x: x))
+    with pytest.raises(TypeError, match="prefix_cache"):
+        bj.Engine(own, prefix_cache=3)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        bj.Engine(own, prefix_cache=tmp_path / "file")
