@@ -95,7 +95,9 @@ class PrefixOptions:
     prefix_cache_size: Annotated[
         float,
         typer.Option(
-            "--prefix-cache-size", min=0.001, metavar="GB",
+            "--prefix-cache-size",
+            min=0.001,
+            metavar="GB",
             help="Most gigabytes in this folder; what was not used for the longest time is removed.",
         ),
     ] = 16.0

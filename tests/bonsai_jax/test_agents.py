@@ -81,12 +81,12 @@ def prompt(own: Tokenizer, body: dict) -> tuple[list[int], tuple[int, ...]]:
     return departures.encode_chat(own, request.prompts[0], tools=request.tools)
 
 
-def turns(agent: Conversation, questions: int) -> list[tuple[int, int]]:
-    """What `ask` returns for each turn: questions, each with three calls and an answer."""
+def turns(agent: Conversation, questions: int, calls: int = 3) -> list[tuple[int, int]]:
+    """What `ask` returns for each turn: questions, each with calls and an answer."""
     read = []
     for number in range(questions):
         agent.say(f"Is day {number} fine?")
-        for script in (CALLS, CALLS, CALLS, TELLS):
+        for script in (*[CALLS] * calls, TELLS):
             read.append(agent.ask(script))
             if script == CALLS:
                 agent.tell(json.dumps({"sun": number}))
@@ -129,7 +129,13 @@ def test_each_of_twenty_turns_reads_its_new_tokens_and_a_page(checkpoints, thoug
     assert_all_is_back(scheduler)
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen35", "tiny-gemma3"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        "tiny-qwen35",
+        *(pytest.param(f"tiny-{name}", marks=pytest.mark.slow) for name in ("gemma3", "llama")),
+    ],
+)
 def server(request):
     run = bj.RunConfig(context=2048, batch_size=1, page_size=PAGE)
     model = with_template(bj.load(f"synth:{request.param}:q8_0", run), FORGETFUL)
@@ -139,8 +145,8 @@ def server(request):
         served.idle()
 
 
-@pytest.mark.parametrize("questions", [1, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_turn_through_a_server_reads_its_new_tokens_and_a_page(server, questions):
+@pytest.mark.parametrize(("questions", "calls"), [(1, 1), pytest.param(5, 3, marks=pytest.mark.slow)])
+def test_a_turn_through_a_server_reads_its_new_tokens_and_a_page(server, questions, calls):
     with server.http() as client:
 
         def answer(own_body: dict, script: int) -> tuple[list, int]:
@@ -148,7 +154,7 @@ def test_a_turn_through_a_server_reads_its_new_tokens_and_a_page(server, questio
             return got["content"], got["usage"]["input_tokens"]
 
         agent = Conversation(server.model.tokenizer, answer, thoughts=True)
-        read = turns(agent, questions)
+        read = turns(agent, questions, calls)
         agent.say("Thank you.")
         read.append(agent.ask(TELLS))
     assert all(tokens <= new + PAGE for tokens, new in read[1:]), read
