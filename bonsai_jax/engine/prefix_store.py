@@ -2,8 +2,7 @@
 read.
 
     an answer ends -> its pages and states are held -> dispatches copy a few to the host -> a thread writes
-    files a request comes -> a thread reads what files know beyond memory -> dispatches fill pages -> it is
-    scheduled
+    a request comes -> a thread reads what memory does not know -> dispatches fill pages -> it is scheduled
 
 The rest of the engine sees only a prefix cache that knows more. Files: prefix_folder.py; dispatches:
 prefix_rows.py.
@@ -22,12 +21,12 @@ from typing import Any
 import jax
 import numpy as np
 
-import bonsai_jax
 from bonsai_jax.engine.prefix import Match, PrefixCache
 from bonsai_jax.engine.prefix_folder import PrefixFolder
 from bonsai_jax.engine.prefix_rows import PAGES_AT_ONCE, WORD
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.runner import Runner
+from bonsai_jax.engine.stored import versions
 from bonsai_jax.model import Model
 
 MOST_FLYING = 4  # dispatches whose words wait to be written: their memory on the device is bounded
@@ -41,11 +40,12 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Something to be written that is held until its copy is dispatched: a page, or the state of a checkpoint
-    and, if it lies within a page, that page."""
+    and, if it lies within a page, that page. used: files that count as used when it is written."""
 
     name: str
     page: int | None
     checkpoint: int | None = None
+    used: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +101,8 @@ class PrefixStore:
         new = [job for job in jobs if job.name not in self._known]
         new = [job for job in new if not self.folder.has(job.name)]
         self._known.update(job.name for job in jobs)
+        if new:
+            new[-1] = dataclasses.replace(new[-1], used=tuple(job.name for job in reversed(jobs)))
         for job in new:
             if len(self._jobs) > MOST_HELD * cache.pages.count:
                 self._known.discard(job.name)
@@ -143,6 +145,7 @@ class PrefixStore:
             for job, part in zip(jobs, parts, strict=False):
                 if not self._failed:
                     self.folder.write(job.name, memoryview(np.ascontiguousarray(part)).cast("B"))
+                    self.folder.used(job.used)
         except OSError as error:
             self._failed = True
             log.warning("prefix cache: nothing more is written to %s: %s", self.folder.path, error.strerror)
@@ -181,16 +184,16 @@ class PrefixStore:
         """
 
         def work() -> None:
-            found = None
+            more = None
             try:
-                found = self._found(tokens, most, owner, known)
+                more = self._more(tokens, most, owner, known)
             except OSError as error:
                 log.warning("prefix cache: %s cannot be read: %s", self.folder.path, error.strerror)
-            self._wake(lambda: then(found))
+            self._wake(lambda: then(more))
 
         self._reader.submit(work)
 
-    def _found(self, tokens: list[int], most: int, owner: str, known: Match) -> Stored | None:
+    def _more(self, tokens: list[int], most: int, owner: str, known: Match) -> Stored | None:
         """In a reader's thread."""
         size, keys = self._page_size, self._keys(tokens[:most], owner)
         first = (known.known if self._saves else known.tokens) // size
@@ -308,7 +311,7 @@ def identity(model: Model, runner: Runner) -> str:
     the version of this package, and the platform, whose kernels round in their own way."""
     text, *_ = runner.stored_layout
     digest = hashlib.sha256()
-    for part in (text, model.config, runner.options.context, bonsai_jax.__version__, jax.default_backend()):
+    for part in (text, model.config, runner.options.context, versions(), jax.default_backend()):
         digest.update(repr(part).encode() + b"\0")
     for array in jax.device_get(_samples(model.params)):
         digest.update(f"{array.shape} {array.dtype}".encode() + np.asarray(array).tobytes())

@@ -43,7 +43,9 @@ def messages(name: str, value: Any) -> list[Message]:
         said = [{"role": role, "content": content}]
         if not isinstance(content, str):
             said = _said(role, _each(f"{where}.content", content))
-        own += [one for one in said if role != "system" or BUDGET.sub("", one["content"])]
+        if role == "system":
+            said = [one | {"content": left} for one in said if (left := BUDGET.sub("", one["content"]))]
+        own += said
     if own and own[-1]["role"] == "assistant":
         raise FieldError(name, "the last message must be the user's: this server cannot continue an answer")
     return own

@@ -5,6 +5,8 @@ import logging
 import os
 import time
 
+import jax
+import numpy as np
 import pytest
 
 import bonsai_jax as bj
@@ -15,7 +17,8 @@ PAGE, NEW = 16, 4
 
 
 def load(name: str) -> bj.Model:
-    return bj.load(f"synth:{name}:q8_0", bj.RunConfig(context=256, batch_size=1, page_size=PAGE))
+    context = 1024 if name == "tiny-gemma3" else 256  # longer than its rings
+    return bj.load(f"synth:{name}:q8_0", bj.RunConfig(context=context, batch_size=1, page_size=PAGE))
 
 
 def ask(model: bj.Model, folder, *prompts: list[int], owner: str = "", **more):
@@ -66,6 +69,26 @@ def test_the_next_process_continues_where_the_last_one_ended(model, tmp_path, ca
         (again,) = ask(model, tmp_path, longer)
     assert again.tokens == expected[0] and again.cached_tokens == 0
     assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen35", "tiny-gemma3"])
+def test_copies_take_the_memory_of_a_state_and_not_of_all_rows(name):
+    """A 27B with 256 rows has no room for the states of all rows twice."""
+    own = load(name)
+    with bj.Engine(own, max_batch_size=32, pages=64) as engine:
+        runner = engine._loop.runner
+        _, page_words, state_words = runner.stored_layout
+        page, state, pool = 4 * page_words, 4 * state_words, runner._pool
+        assert sum(x.nbytes for x in jax.tree.leaves(pool)) > 20 * max(state, 8 * page)
+        words = np.zeros(state_words, np.int32)
+        for call in (
+            runner.save(None),
+            runner.read_state(0),
+            runner.write_state(0, words),
+            runner.read_pages([]),
+        ):
+            lowered = call.function.lower(own.params, pool, *call.placed(None), *call.static, **call.options)
+            assert lowered.compile().memory_analysis().temp_size_in_bytes < 2 * max(state, 8 * page) + 4096
 
 
 def test_a_folder_keeps_what_was_used_last_and_no_more_than_its_bound(tmp_path):
