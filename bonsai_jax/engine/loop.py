@@ -446,8 +446,8 @@ class Loop:
         undrawn = piece.finish_reason is None and count < least  # the device has ended this row
         if piece.finish_reason is not None or undrawn:
             # Of stop strings and constraints only the host knows, and the device may have read on.
-            ended = piece.finish_reason == "length" or request.said[-1] in answer.reader.end_tokens
-            self.cancel(answer, read_all=ended and not undrawn and answer.matcher is None)
+            ended = piece.finish_reason == "length" or {*request.said[-1:]} & answer.reader.end_tokens
+            self.cancel(answer, read_all=bool(ended) and not undrawn and answer.matcher is None)
         if count or piece.finish_reason is not None:
             answer.on_piece(piece)
         if undrawn:
