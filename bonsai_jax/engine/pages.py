@@ -58,6 +58,10 @@ class Pages:
         else:
             self._free.append(page)
 
+    def is_free(self, page: int) -> bool:
+        """Whether it holds nothing."""
+        return not self.holders[page] and page not in self._idle
+
     def touch(self, page: int) -> None:
         """An idle page is taken last, as if it had been released now."""
         if page in self._idle:

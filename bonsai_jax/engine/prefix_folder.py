@@ -108,6 +108,7 @@ class PrefixFolder:
             os.replace(unfinished, self._own / name)
         finally:
             unfinished.unlink(missing_ok=True)
+        self._listed = (-1.0, {})  # time stamps may be too coarse to tell
         self._bytes += len(MAGIC) + DIGEST_BYTES + len(payload)
         if self._bytes > self.most_bytes:
             self._make_room()

@@ -89,7 +89,8 @@ class PrefixStore:
         self, cache: PrefixCache, tokens: list[int], table: Sequence[int], owner: str, states: dict[int, int]
     ):
         """Write the pages of an answer that has ended, and the states by position, as far as they are not.
-        The pages are free or idle by now, and nothing that overwrites them is dispatched."""
+        Nothing that overwrites them is dispatched. Pages that are free by now have a twin in the cache, which
+        is written when its own answer ends."""
         if self._failed:
             return
         keys = self._keys(tokens, owner)
@@ -98,6 +99,7 @@ class PrefixStore:
             number, within = divmod(position, self._page_size)
             name = self.folder.state(keys[number], tokens[number * self._page_size : position])
             jobs.append(Job(name, table[number] if within else None, checkpoint))
+        jobs = [job for job in jobs if job.page is None or not cache.pages.is_free(job.page)]
         new = [job for job in jobs if job.name not in self._known]
         new = [job for job in new if not self.folder.has(job.name)]
         self._known.update(job.name for job in jobs)
@@ -149,10 +151,8 @@ class PrefixStore:
         except OSError as error:
             self._failed = True
             log.warning("prefix cache: nothing more is written to %s: %s", self.folder.path, error.strerror)
-        except (
-            RuntimeError,
-            concurrent.futures.CancelledError,
-        ):  # the dispatch failed, which the engine tells
+        except (RuntimeError, ValueError, concurrent.futures.CancelledError):
+            # The dispatch failed, and the engine says so.
             self._known.difference_update(job.name for job in jobs)
         self._wake(self._written)
 
