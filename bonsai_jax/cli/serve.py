@@ -240,7 +240,10 @@ def command(
     how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
     compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
-    loaded = model.load(config, devices.mesh(data_parallel), on_shapes=compile_ahead)
+    mesh = devices.mesh(data_parallel)
+    if mesh is not None and prefixes.prefix_cache is not None:
+        raise ValueError("--prefix-cache works on one device; leave it out, or the options for several")
+    loaded = model.load(config, mesh, on_shapes=compile_ahead)
     settings = Settings(
         name=alias or loaded.name,
         keys=keys,

@@ -145,7 +145,7 @@ def server(request):
         served.idle()
 
 
-@pytest.mark.parametrize(("questions", "calls"), [(1, 1), pytest.param(5, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("questions", "calls"), [(1, 1), pytest.param(3, 3, marks=pytest.mark.slow)])
 def test_a_turn_through_a_server_reads_its_new_tokens_and_a_page(server, questions, calls):
     with server.http() as client:
 
