@@ -16,6 +16,7 @@ from bonsai_jax.cli import options
 from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
 
+GIGABYTE = 10**9
 KEYS = "BONSAI_JAX_API_KEYS"  # environment variable
 
 
@@ -78,6 +79,36 @@ class PlaceOptions:
             return self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefixOptions:
+    """Where cached beginnings of prompts are kept, beside memory."""
+
+    prefix_cache: Annotated[
+        Path | None,
+        typer.Option(
+            "--prefix-cache",
+            metavar="DIR",
+            help="Keep cached beginnings of prompts in this folder, too: the next start continues from them.",
+        ),
+    ] = None
+    prefix_cache_size: Annotated[
+        float,
+        typer.Option(
+            "--prefix-cache-size",
+            min=0.001,
+            metavar="GB",
+            help="Most gigabytes in this folder; what was not used for the longest time is removed.",
+        ),
+    ] = 16.0
+
+    def engine_options(self) -> dict[str, Any]:
+        """The arguments of Engine."""
+        return {
+            "prefix_cache": self.prefix_cache,
+            "prefix_cache_bytes": round(self.prefix_cache_size * GIGABYTE),
+        }  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +194,7 @@ def command(
         choices.Pooling,
         typer.Option(help="How /v1/embeddings makes a vector, unless a request says."),
     ] = "mean",
+    prefixes: PrefixOptions,
     limits: LimitOptions,
     warmup: Annotated[
         bool,
@@ -212,7 +244,10 @@ def command(
     how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
     compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
-    loaded = model.load(config, devices.mesh(data_parallel), on_shapes=compile_ahead)
+    mesh = devices.mesh(data_parallel)
+    if mesh is not None and prefixes.prefix_cache is not None:
+        raise ValueError("--prefix-cache works on one device; leave it out, or the options for several")
+    loaded = model.load(config, mesh, on_shapes=compile_ahead)
     settings = Settings(
         name=alias or loaded.name,
         keys=keys,
@@ -228,7 +263,7 @@ def command(
         max_body=limits.max_body * MEGABYTE,
         timeout_s=limits.timeout,
     )
-    engine = bj.Engine(loaded, **how)
+    engine = bj.Engine(loaded, **how, **prefixes.engine_options())
     say = functools.partial(print, flush=True)
     serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)
     if warmup:  # threads that still compile programs for it would hold the process up

@@ -33,7 +33,7 @@ class Delivery:
     together  around pieces that go to several answers (wakes.py)
     """
 
-    def __init__(self, end: Callable[[Answer], None], together: Callable[[], AbstractContextManager[None]]):
+    def __init__(self, end: Callable[..., None], together: Callable[[], AbstractContextManager[None]]):
         self._end, self._together = end, together
         self._drawn: list[Drawn] = []
 
@@ -69,7 +69,10 @@ class Delivery:
         own = piece(answer, None if n is None or scores is None else _row_logprobs(scores, row, n), steps)
         undrawn = own.finish_reason is None and count < least  # the device has ended this row
         if own.finish_reason is not None or undrawn:
-            self._end(answer)
+            # Of stop strings and constraints only the host knows, and the device may have read on.
+            last = answer.request.said[-1:]
+            by_device = own.finish_reason == "length" or {*last} & answer.reader.end_tokens
+            self._end(answer, read_all=bool(by_device) and not undrawn and answer.matcher is None)
         if count or own.finish_reason is not None:
             answer.on_piece(own)
         if undrawn:

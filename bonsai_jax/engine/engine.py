@@ -3,7 +3,9 @@
 import atexit
 import contextlib
 import dataclasses
+import functools
 import inspect
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +39,10 @@ from bonsai_jax.weights import memory
 MOST_ANSWERS = 4096  # of one request
 MOST_BIASES = 65536  # of one request; each row of the batch has room for them
 LONGEST_WAIT_S = 1e9
+# The system prompt, the question, the newest prompt and its answer: see checkpoints.py.
+LEAST_CHECKPOINTS = 4
+PREFIX_CACHE_BYTES = 16 * 10**9
+MOST_BYTES = 2**62
 TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
@@ -58,12 +64,16 @@ class Engine:
     logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
-                 memory of a row's state (card.py). None: max_batch_size; 0: such prompts are read whole
+                 memory of a row's state (card.py). None: max_batch_size, and at least 4, which a conversation
+                 of an agent needs; 0: such prompts are read whole
     max_wait_s   most seconds that a new request, or the next token of a stream, waits for other work, if a
                  single step and a chunk of prefill take less
     prefill_tokens   most tokens of prompts that are read between two steps; None: 2,048, on a CPU 512
     reproducible the same bits for a request alone and in a crowd: decode and prefill of one size, no prefix
                  cache, and pages for the whole answer from the start
+    prefix_cache a folder in which cached beginnings of prompts are kept, also for the next process
+                 (prefix_folder.py); None: in memory alone
+    prefix_cache_bytes   of all files in it; those unused for the longest time are removed
 
     Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
     rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
@@ -86,16 +96,25 @@ class Engine:
         max_wait_s: float = 0.1,
         prefill_tokens: int | None = None,
         reproducible: bool = False,
+        prefix_cache: str | os.PathLike[str] | None = None,
+        prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
     ):
         self.model = model
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
             logit_biases=logit_biases, speculate=speculate, taps=taps, logits_processor=logits_processor,
             checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
-            reproducible=reproducible,
+            reproducible=reproducible, prefix_cache=prefix_cache, prefix_cache_bytes=prefix_cache_bytes,
         )  # fmt: skip
         self._wakes = Wakes()
         self._loop = Loop(model, self.options, threaded=True, together=self._wakes.together)
+        if prefix_cache is not None:
+            wake = functools.partial(self._send, late=True)
+            try:
+                self._loop.open_store(prefix_cache, prefix_cache_bytes, wake)
+            except OSError:
+                self._loop.close()
+                raise
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
         self._broken: Exception | None = None
@@ -130,6 +149,12 @@ class Engine:
     def most_tokens(self) -> int:
         """Most tokens of a prompt and its answer that a request may have."""
         return min(self.options.context, self.options.pages * self.model.run.page_size)
+
+    @property
+    def saves_states(self) -> bool:
+        """Whether a prompt can continue an earlier one only where its state was saved: `submit` can be told
+        where."""
+        return self._loop.runner.saves
 
     @property
     def broken(self) -> Exception | None:
@@ -198,6 +223,7 @@ class Engine:
         n: int = 1,
         constraint: Constraint | None = None,
         owner: str = "",
+        checkpoints_at: Sequence[int] | None = None,
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
@@ -208,6 +234,8 @@ class Engine:
                    them. It is compiled in this thread, which can take a second;
                    `constraints.compile` does it beforehand
         owner      requests share cached beginnings of prompts with those of the same owner alone
+        checkpoints_at   positions in the prompt, in tokens, where later prompts will part ways with it: a
+                   model whose states pages do not hold saves them there. None: at its last full page
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -222,6 +250,9 @@ class Engine:
         kind("owner", owner, str, "a name")
         if sampling.chained:
             check_chained(self.options.speculate)
+        if checkpoints_at is not None:
+            kind("checkpoints_at", checkpoints_at, (list, tuple), "a list of positions")
+            checkpoints_at = tuple(whole("checkpoints_at", at, 0, len(ids)) for at in checkpoints_at)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids), self._wakes)
@@ -235,6 +266,7 @@ class Engine:
                 index=index,
                 constraint=constraint,
                 owner=owner,
+                places=checkpoints_at,
                 on_piece=handle.add,
             )
             for index in range(n)
@@ -348,7 +380,7 @@ class Engine:
 
 def _options(
     model: Model, *, max_batch_size, pages, context, logprobs, logit_biases, speculate, taps,
-    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible,
+    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible, prefix_cache, prefix_cache_bytes,
 ) -> Options:  # fmt: skip
     """The arguments of an Engine, checked, and with every default filled in."""
     check_model(model)
@@ -362,7 +394,13 @@ def _options(
     pages = count("pages", pages, enough)
     logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
     logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
-    checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
+    checkpoints = _checkpoints(
+        model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0)
+    )
+    if prefix_cache is not None:
+        kind("Engine: prefix_cache", prefix_cache, (str, os.PathLike), "a folder's path")
+        _check_prefix_cache(model, taps, reproducible)
+    whole("Engine: prefix_cache_bytes", prefix_cache_bytes, 1, MOST_BYTES)
     asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
     rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
     memory.check_cache(model.config, model.run, rows, tokens, asked)
@@ -377,6 +415,16 @@ def _options(
         checkpoints=checkpoints,
         **step_options(model, taps, logits_processor, logprobs, speculate),
     )
+
+
+def _check_prefix_cache(model: Model, taps: Taps | None, reproducible: Any) -> None:
+    """Raise for an engine whose cached prompts cannot be kept in files."""
+    if model.mesh is not None:
+        raise NotImplementedError("prefix_cache over a mesh; one device's engine can keep prompts in files")
+    if taps is not None:
+        raise ValueError("prefix_cache: taps change keys and values, which files of other engines have not")
+    if reproducible is True:
+        raise ValueError("prefix_cache: an engine with reproducible=True has no prefix cache; leave one out")
 
 
 def _checkpoints(model: Model, asked: int) -> int:

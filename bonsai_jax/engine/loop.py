@@ -8,7 +8,9 @@ It runs in a thread of its own (engine.py), or in the thread that waits for the 
 
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -19,10 +21,13 @@ import numpy as np
 
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.engine import prefix_store
 from bonsai_jax.engine.answers import Answer, Piece, Reader
 from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.delivery import Delivery, Drawn, piece
 from bonsai_jax.engine.plans import Plan, Request
+from bonsai_jax.engine.prefix import PrefixCache
+from bonsai_jax.engine.prefix_store import PrefixStore, Stored
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
 from bonsai_jax.engine.runner import Allowed, Dispatch, Options, Runner, numbered
@@ -85,6 +90,8 @@ class Loop:
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
+        self.store: PrefixStore | None = None
+        self._looking: set[Request] = set()  # those for which files are read
         self.delivery = Delivery(self.cancel, together)
         self.constrained = Constrained(model, self._force, self.delivery.finish)
         self.failures = 0  # dispatches in a row that failed
@@ -106,6 +113,7 @@ class Loop:
         index: int = 0,
         constraint: Constraint | None = None,
         owner: str = "",
+        places: tuple[int, ...] | None = None,
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
         """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
@@ -113,7 +121,7 @@ class Loop:
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
-        request = Request(ids, max_new_tokens, reusable, vectors, priority, owner)
+        request = Request(ids, max_new_tokens, reusable, vectors, priority, owner, places=places)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
@@ -126,6 +134,7 @@ class Loop:
         return answer
 
     def add(self, answer: Answer) -> None:
+        """Schedule a request, after what files know of its prompt is in memory."""
         if answer.matcher is not None:
             if self.constrained.over(answer):  # nothing is to be drawn
                 answer.request.ended = True
@@ -135,19 +144,69 @@ class Loop:
         if answer.chained is not None:
             self.runner.need("chain")
         self.answers[answer.request] = answer
-        self.scheduler.add(answer.request)
+        if self.store is None or not self._look_up(answer.request):
+            self.scheduler.add(answer.request)
 
-    def cancel(self, answer: Answer) -> None:
+    def _look_up(self, request: Request) -> bool:
+        """Whether files are asked for more of a request's prompt than memory knows."""
+        tokens, most = request.prompt, len(request.prompt) - 1
+        if self.store is None or request.reusable == 0:
+            return False
+        known = self._prefix.match(tokens, most, request.owner)
+        if known is None or most - known.tokens < self.runner.limits.page_size:
+            return False
+        self._looking.add(request)
+        self.store.look_up(tokens, most, request.owner, known, functools.partial(self._looked_up, request))
+        return True
+
+    def _looked_up(self, request: Request, stored: Stored | None) -> None:
+        if request not in self._looking:  # it was cancelled
+            return
+        self._looking.remove(request)
+        if stored is not None and self.store is not None:
+            self.store.restore(self._prefix, request.prompt, request.owner, stored)
+        self.scheduler.add(request)
+
+    @property
+    def _prefix(self) -> PrefixCache:
+        """The prefix cache of an engine on one device."""
+        return self.scheduler.devices[0].prefix
+
+    def open_store(
+        self, path: str | os.PathLike[str], most_bytes: int, wake: Callable[[Callable[[], None]], None]
+    ) -> None:
+        """Keep cached beginnings of prompts in files (prefix_store.opened)."""
+        self.store = prefix_store.opened(path, most_bytes, self.model, self.runner, wake)
+
+    def cancel(self, answer: Answer, *, read_all: bool = False) -> None:
         """End a request. Its row and pages are free for the next plan. One that has ended, also by a dispatch
-        that failed, is not in the scheduler any more."""
-        if self.answers.pop(answer.request, None) is not None:
-            self.scheduler.end(answer.request)
+        that failed, is not in the scheduler any more. read_all: as for Scheduler.end."""
+        request = answer.request
+        if self.answers.pop(request, None) is None:
+            return
+        if request in self._looking:
+            self._looking.remove(request)
+            request.ended = True
+            return
+        read = request.device is not None and request.read == request.to_read and request.reusable != 0
+        tokens, table = [*request.prompt, *request.said][:-1] if read else [], request.table
+        self.scheduler.end(request, read_all=read_all)
+        self._save_states()
+        if self.store is not None and tokens:
+            known = self._prefix.match(tokens, len(tokens), request.owner)
+            states = {} if known is None else known.states
+            if request.places is not None:
+                last = (*request.places, len(tokens))
+                states = {at: checkpoint for at, checkpoint in states.items() if at in last}
+            self.store.keep(self._prefix, tokens, table, request.owner, states)
 
     def turn(self) -> bool:
         """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
         left."""
         plan, reads = None, False
         self.constrained.collect()
+        if self.store is not None:
+            self.store.step(self._prefix)
         # A draw of split steps is read before the next plan, which needs masks; the device is busy meanwhile.
         if self._unread_plans() < (1 if self.scheduler.constrained else 2):
             plan = self.scheduler.plan()
@@ -167,7 +226,8 @@ class Loop:
         if plan is None and not reads and self.constrained.pending:
             self.constrained.wait()
             return True
-        return plan is not None or reads or bool(self._flying) or bool(self.scheduler.waiting)
+        stores = self.store is not None and not self.store.idle
+        return plan is not None or reads or stores or bool(self._flying) or bool(self.scheduler.waiting)
 
     def fail(self, error: Exception) -> None:
         """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what
@@ -176,7 +236,9 @@ class Loop:
         self._flying.clear()
         self.delivery.forget()
         waiting = self.scheduler.waiting
-        unread = {request for request in waiting if not request.flights}
+        unread = {request for request in waiting if not request.flights} | self._looking
+        if self.store is not None:
+            self.store.forget()
         lost = [answer for request, answer in self.answers.items() if request not in unread]
         self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
@@ -208,6 +270,8 @@ class Loop:
     def close(self) -> None:
         """Free the device's memory."""
         self.constrained.close()
+        if self.store is not None:
+            self.store.close(self._prefix)
         self.runner.close()
 
     def warmup(
@@ -262,7 +326,11 @@ class Loop:
         if chained:
             self.runner.need("chain")
         calls = [self.runner.padding(size, n, chained) for size in self._sizes() for n in self._variants]
-        return calls + ([self.runner.padding(None, None, chained)] if self.runner.shares else [])
+        calls += [self.runner.padding(None, None, chained)] if self.runner.shares else []
+        if chained:
+            return calls
+        calls += [self.runner.save(None)] if self.runner.saves else []
+        return calls + ([] if self.store is None else self.store.calls())
 
     def prepare(self, rows: int) -> None:
         """Have the decode program for this batch size compiled beside that of the first prefill."""
@@ -307,7 +375,14 @@ class Loop:
         """Dispatched plans whose results are not all read."""
         return len({id(flight.plan) for flight in self._flying})
 
+    def _save_states(self) -> None:
+        """Dispatch the copies of states that must come before the next plan."""
+        saves, self.scheduler.saves = self.scheduler.saves, []
+        for one in saves:
+            self.runner.dispatch(self.runner.save(one))
+
     def _dispatch(self, plan: Plan) -> None:
+        self._save_states()
         reads = list(itertools.chain(*plan.reads))
         chains = self._chain if plan.chained else None
         for device, chunks in enumerate(plan.reads):

@@ -46,12 +46,23 @@ class Pages:
             del self._idle[page]
         self.holders[page] += 1
 
-    def release(self, page: int, *, keep: bool) -> None:
-        """Remove a holder. Without any the page is idle if `keep`, else free."""
+    def release(self, page: int, *, keep: bool, first: bool = False) -> None:
+        """Remove a holder. Without any the page is idle if `keep`, else free. first: it is the next idle page
+        to be taken."""
         self.holders[page] -= 1
         if self.holders[page]:
             return
         if keep:
             self._idle[page] = None
+            self._idle.move_to_end(page, last=not first)
         else:
             self._free.append(page)
+
+    def is_free(self, page: int) -> bool:
+        """Whether it holds nothing."""
+        return not self.holders[page] and page not in self._idle
+
+    def touch(self, page: int) -> None:
+        """An idle page is taken last, as if it had been released now."""
+        if page in self._idle:
+            self._idle.move_to_end(page)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(eq=False)
@@ -25,7 +25,11 @@ class Request:
     started        a chunk has been dispatched since it got its row
     copy           (source, destination) of a page to copy before its first chunk
     checkpoint     the recurrent state that it begins with, after the tokens that it shares; None: it has none
+    places         where later prompts will part ways with this one (checkpoints.py); None: nobody knows
     cuts           positions where a chunk ends, so that a recurrent state can be saved there
+    saved_at       the last position in its prompt with a saved state
+    last_state     the checkpoint with the state after all its draws, which are not all known yet; None: it is
+                   not saved
     flights        (least, most) tokens of each dispatched draw that is not known yet
     ended          it is complete or cancelled
     constrained    each of its draws needs a mask
@@ -52,7 +56,10 @@ class Request:
     started: bool = False
     copy: tuple[int, int] | None = None
     checkpoint: int | None = None
+    places: tuple[int, ...] | None = None
     cuts: tuple[int, ...] = ()
+    saved_at: int = 0
+    last_state: int | None = None
     flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     ended: bool = False
     constrained: bool = False
@@ -81,6 +88,14 @@ class Request:
         for least, _ in self.flights:
             left -= least
         return left
+
+
+class Save(NamedTuple):
+    """A copy of a row's state in a checkpoint. It must be dispatched before the next plan."""
+
+    device: int
+    row: int
+    checkpoint: int
 
 
 @dataclasses.dataclass

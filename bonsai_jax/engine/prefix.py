@@ -8,9 +8,10 @@ different prompts cannot collide, as they can in the chain of hashes of other en
 A page that agrees only at its beginning is copied, and the new owner writes after that beginning
 (copy-on-write): a shared page is never written.
 
-A model with a recurrent state can continue only from positions where the state was saved too, in a checkpoint
-after a full page; `match` then ends at a node that has one. A state may be as large as many pages, so there
-are few checkpoints, and the least recently used one is overwritten.
+A model with a recurrent state, or with rings of pages, can continue only from positions where the state was
+saved too, in a checkpoint; `match` then ends at one. It may lie within a page, which is copied, as above. A
+state may be as large as many pages, so there are few checkpoints, and the least recently used one is
+overwritten. checkpoints.py says which positions get one.
 
 Each owner of requests has a root, so that nobody can tell from the time of an answer how another's prompt
 begins.
@@ -31,14 +32,14 @@ class Node:
 
     tokens      at most page_size; only full pages have children
     ready       its keys and values are computed, or dispatched work will compute them
-    checkpoint  the recurrent state after its last token; None: it is not saved
+    checkpoints {how many of its tokens they follow: saved states}
     """
 
     tokens: tuple[int, ...]
     page: int
     parent: "Node | None"
     ready: bool
-    checkpoint: int | None = None
+    checkpoints: dict[int, int] = dataclasses.field(default_factory=dict)
     children: dict[tuple[int, ...], "Node"] = dataclasses.field(default_factory=dict)
 
 
@@ -50,7 +51,8 @@ class Match:
     tokens  in these pages and the part of `source` that agrees
     source  a page to copy because it agrees at its beginning; None: none does
     checkpoint  the recurrent state after these tokens, for models that have one
-    known   tokens of all full pages in the cache, also of those after the last checkpoint
+    known   tokens that agree with a cached prompt, also those after the checkpoint
+    states  every checkpoint on the way, by position
     """
 
     pages: list[int]
@@ -58,6 +60,7 @@ class Match:
     source: int | None = None
     checkpoint: int | None = None
     known: int = 0
+    states: dict[int, int] = dataclasses.field(default_factory=dict)
 
 
 class PrefixCache:
@@ -69,7 +72,7 @@ class PrefixCache:
     def __init__(self, count: int, page_size: int, checkpoints: int | None = None):
         self.page_size = page_size
         self.checkpoints = None if checkpoints is None else Pages(checkpoints, self._overwritten)
-        self._saved: dict[int, Node] = {}
+        self._saved: dict[int, tuple[Node, int]] = {}  # by checkpoint, as Node.checkpoints
         self.pages = Pages(count, self._forget)
         self._roots: dict[str, Node] = {}  # by owner
         self._nodes: dict[int, Node] = {}
@@ -84,8 +87,7 @@ class PrefixCache:
         for chunk in self._chunks(tokens[:most]):
             child = node.children.get(chunk) if len(chunk) == self.page_size else None
             if child is None:
-                newest = itertools.islice(reversed(node.children.values()), SIBLINGS)
-                best = max(newest, key=lambda c: _common(c.tokens, chunk), default=None)
+                best = max(self._newest(node), key=lambda c: _common(c.tokens, chunk), default=None)
                 if best is not None and best.ready and (part := _common(best.tokens, chunk)):
                     match = Match(match.pages, match.tokens + part, best.page)
                 return match
@@ -96,35 +98,98 @@ class PrefixCache:
 
     def _match_saved(self, tokens: list[int], most: int, owner: str) -> Match | None:
         node, pages, match = self._root(owner), [], Match([], 0)
-        for chunk in self._chunks(tokens[: most // self.page_size * self.page_size]):
-            node = node.children.get(chunk)
-            if node is None:
+        for chunk in self._chunks(tokens[:most]):
+            child = node.children.get(chunk) if len(chunk) == self.page_size else None
+            if child is None:
+                newest = [(c, _common(c.tokens, chunk)) for c in self._newest(node)]
+                for other, common in newest:
+                    self._continue(match, pages, other, common)
+                match.known += max((common for other, common in newest if other.ready), default=0)
                 break
-            if not node.ready:
+            if not child.ready:
                 return None
-            pages.append(node.page)
+            self._continue(match, pages, child, len(chunk))
+            pages.append(child.page)
             match.known += len(chunk)
-            if node.checkpoint is not None:
-                match = Match(list(pages), match.known, None, node.checkpoint, match.known)
+            node = child
+        match.known = max(match.known, match.tokens)
         return match
 
-    def save(self, tokens: list[int], owner: str = "") -> int | None:
-        """The checkpoint for the state after these tokens, which fill known pages; None: it is saved already,
-        or every checkpoint has a holder. Only work that is dispatched later may write to it."""
-        node: Node | None = self._root(owner)
-        for chunk in self._chunks(tokens):
-            node = node.children.get(chunk) if node is not None else None
-        if self.checkpoints is None or node is None or not tokens:
+    def _continue(self, match: Match, pages: list[int], node: Node, agree: int) -> None:
+        """Let a match of these pages go on to the last state in the node after at most `agree` tokens, if it
+        has one."""
+        first = len(pages) * self.page_size
+        known = {first + n: checkpoint for n, checkpoint in node.checkpoints.items() if n <= agree}
+        match.states.update(known)
+        if known and max(known) > match.tokens:
+            match.tokens, match.pages, match.source = max(known), list(pages), node.page
+            match.checkpoint = known[match.tokens]
+            if match.tokens == first + self.page_size:
+                match.pages, match.source = [*pages, node.page], None
+
+    def save(
+        self, tokens: list[int], table: list[int], owner: str = "", *, passing: bool = False
+    ) -> int | None:
+        """The checkpoint for the state of a row with this table after these tokens, whose pages are known;
+        None: it is saved already, or every checkpoint has a holder. Only work that is dispatched later may
+        write to it.
+
+        passing   it is the first to be overwritten
+        """
+        place = self._place(tokens, table, owner)
+        if place is None or place[1] in place[0].checkpoints or (checkpoint := self.checkpoint()) is None:
             return None
-        if node.checkpoint is not None or not self.checkpoints.available:
+        self._attach(checkpoint, *place, first=passing)
+        return checkpoint
+
+    def checkpoint(self) -> int | None:
+        """A checkpoint with one holder, for a position that will be known later (`attach`); None: there is
+        none."""
+        if self.checkpoints is None or not self.checkpoints.available:
             return None
-        (node.checkpoint,) = self.checkpoints.take(1)
-        self._saved[node.checkpoint] = node
-        self.checkpoints.release(node.checkpoint, keep=True)
-        return node.checkpoint
+        return self.checkpoints.take(1)[0]
+
+    def attach(self, checkpoint: int, tokens: list[int], table: list[int], owner: str = "") -> None:
+        """Give up a checkpoint that this holds: it is the state of a row with this table after these tokens,
+        and free where their pages are not known or have it already."""
+        place = self._place(tokens, table, owner)
+        if place is None or place[1] in place[0].checkpoints:
+            self.release_checkpoint(checkpoint)
+        else:
+            self._attach(checkpoint, *place)
+
+    def has_state(self, tokens: list[int], table: list[int], owner: str = "") -> bool:
+        """Whether the state after these tokens is saved."""
+        place = self._place(tokens, table, owner)
+        return place is not None and place[1] in place[0].checkpoints
+
+    def _attach(self, checkpoint: int, node: Node, count: int, first: bool = False) -> None:
+        assert self.checkpoints is not None
+        node.checkpoints[count] = checkpoint
+        self._saved[checkpoint] = node, count
+        self.checkpoints.release(checkpoint, keep=True, first=first)
+
+    def _place(self, tokens: list[int], table: list[int], owner: str) -> tuple[Node, int] | None:
+        """The node in which these tokens end, and how many of its own they are. Within a page it is that of
+        the row's own page, or of another that is computed."""
+        node, count = self._root(owner), 0
+        for chunk, page in zip(self._chunks(tokens), table, strict=False):
+            count = len(chunk)
+            child = node.children.get(chunk)
+            if child is None and count < self.page_size:
+                able = (c for c in self._newest(node) if c.tokens[:count] == chunk)
+                child = next((c for c in able if c.ready or c.page == page), None)
+            if child is None:
+                return None
+            node = child
+        return (node, count) if count else None
+
+    def _newest(self, node: Node) -> Iterator[Node]:
+        return itertools.islice(reversed(node.children.values()), SIBLINGS)
 
     def _overwritten(self, checkpoint: int) -> None:
-        self._saved.pop(checkpoint).checkpoint = None
+        node, count = self._saved.pop(checkpoint)
+        del node.checkpoints[count]
 
     def insert(self, tokens: list[int], table: list[int], *, ready: bool, owner: str = "") -> None:
         """Add the pages of a row of this owner, table[i] with tokens [i * page_size, (i + 1) * page_size). A
@@ -138,11 +203,31 @@ class PrefixCache:
             if child is None:
                 if len(chunk) < self.page_size and not ready:
                     return  # only full pages can be waited for
-                self._forget(page)  # the tree has it with fewer tokens
-                child = self._nodes[page] = node.children[chunk] = Node(chunk, page, node, ready)
+                own = self._nodes.get(page)
+                if own is None or own.parent is not node or _common(own.tokens, chunk) < len(own.tokens):
+                    if own is not None and own.parent is node and own.tokens[: len(chunk)] == chunk:
+                        return  # the tree has it with more tokens
+                    self._forget(page)
+                    own = self._nodes[page] = Node(chunk, page, node, ready)
+                else:  # with fewer tokens
+                    del node.children[own.tokens]
+                    own.tokens = chunk
+                child = node.children[chunk] = own
             elif child.page == page:
                 child.ready |= ready
             node = child
+
+    def hold_pages(self, tokens: list[int], owner: str = "") -> list[int]:
+        """The computed full pages with which these tokens begin, each with one holder more."""
+        node, table = self._root(owner), []
+        for chunk in self._chunks(tokens):
+            child = node.children.get(chunk)
+            if child is None or not child.ready or len(chunk) < self.page_size:
+                break
+            self.pages.hold(child.page)
+            table.append(child.page)
+            node = child
+        return table
 
     def abandon(self, table: Iterable[int]) -> None:
         """The row of these pages will not compute the rest: remove the pages that are not ready."""
@@ -170,10 +255,11 @@ class PrefixCache:
             return
         if node.parent is not None:
             del node.parent.children[node.tokens]
-        if self.checkpoints is not None and node.checkpoint is not None:
-            self.checkpoints.hold(node.checkpoint)  # free at once, or after its last holder
-            del self._saved[node.checkpoint]
-            self.release_checkpoint(node.checkpoint)
+        if self.checkpoints is not None:
+            for checkpoint in node.checkpoints.values():
+                self.checkpoints.hold(checkpoint)  # free at once, or after its last holder
+                del self._saved[checkpoint]
+                self.release_checkpoint(checkpoint)
         for child in list(node.children.values()):
             self._forget(child.page)
 

@@ -141,6 +141,15 @@ def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Resul
 
 
 @over_mesh(RESULT)
+def save(params: Params, pool: State, columns: Int[Array, "R 2"]) -> Result:
+    """Copy what mixers store of a row, beside pages, to a checkpoint. columns: the row's number, and the
+    checkpoint's, numbered after all rows; both beyond all for padding."""
+    source, to = columns[:, 0], columns[:, 1]
+    states = map_states(lambda state: state.with_row_copies(source, to), states_of(pool))
+    return Result(with_states(pool, states))
+
+
+@over_mesh(RESULT)
 def prefill(
     params: Params,
     pool: State,
@@ -261,7 +270,7 @@ def take(
     """The State of these rows, with the pages of all rows, beginning as `begins`. Tables of penalties are
     zeros unless `remembers`."""
     state = take_without_states(pool, rows, remembers)
-    state = _with_states(state, map_states(lambda state: state.taken(rows, begins), _states(pool)))
+    state = with_states(state, map_states(lambda state: state.taken(rows, begins), states_of(pool)))
     return state.replace(cache=state.cache.replace(block_table=table))
 
 
@@ -286,8 +295,8 @@ def put(
     saves: Int[Array, "R"] | None = None,
 ) -> State:
     """The pool with this State in these rows, and with what mixers store of them in `saves` too."""
-    states = map_states(lambda old, new: old.put(new, rows, saves), _states(pool), _states(state))
-    return _with_states(put_without_states(pool, state, rows, remembers), states)
+    states = map_states(lambda old, new: old.put(new, rows, saves), states_of(pool), states_of(state))
+    return with_states(put_without_states(pool, state, rows, remembers), states)
 
 
 def put_without_states(
@@ -302,23 +311,23 @@ def put_without_states(
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
     (old, old_memory), (new, new_memory) = _parts(pool), _parts(state)
     memory = _either(remembers, with_rows, lambda both: both[0], (old_memory, new_memory))
-    return _with_states(_with_memory(with_rows((old, new)), memory), _states(pool))
+    return with_states(_with_memory(with_rows((old, new)), memory), states_of(pool))
 
 
 def _parts(state: State) -> tuple[State, tuple[Array, Array]]:
     """Arrays with rows first, and the tables of penalties, with rows first too. Without what mixers store."""
-    sampler, without = state.sampler, map_states(lambda state: None, _states(state))
-    return _with_memory(_with_states(state, without), ((), ())), (sampler.seen, sampler.counts)
+    sampler, without = state.sampler, map_states(lambda state: None, states_of(state))
+    return _with_memory(with_states(state, without), ((), ())), (sampler.seen, sampler.counts)
 
 
-def _states(state: State) -> Any:
+def states_of(state: State) -> Any:
     """What mixers store, those of the draft layer too."""
     s = state.speculation
     return state.cache.states, None if s is None or s.draft is None else s.draft.attention
 
 
-def _with_states(state: State, states: Any) -> State:
-    """With what mixers store, as `_states` has it."""
+def with_states(state: State, states: Any) -> State:
+    """With what mixers store, as `states_of` has it."""
     s, (own, draft) = state.speculation, states
     if s is not None and s.draft is not None:
         state = state.replace(speculation=s.replace(draft=s.draft.replace(attention=draft)))
@@ -345,7 +354,7 @@ def begun(
     """The pool with the pages that these chunks copy, the state of their rows, which has noted their tokens,
     and the tokens or vectors to read."""
     pages = chunk["copy_from"], chunk["copy_to"]
-    pool = _with_states(pool, map_states(lambda state: state.with_page_copies(*pages), _states(pool)))
+    pool = with_states(pool, map_states(lambda state: state.with_page_copies(*pages), states_of(pool)))
     state = started(take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     if vectors is None:
         return pool, noted_tokens(state, chunk), chunk["tokens"]
@@ -396,6 +405,7 @@ def noted_tokens(state: State, chunk: dict[str, Any]) -> State:
     return state.replace(sampler=noted)
 
 
+save_rows = jitted.donating(save, "pool")
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 decode_rows = jitted.donating(decode, "pool")

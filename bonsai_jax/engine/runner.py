@@ -25,10 +25,10 @@ from bonsai_jax.decoding import chain, sampling, speculation
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.state import State
 from bonsai_jax.decoding.steps import LogitsProcessor
+from bonsai_jax.engine import prefix_rows, split_guesses, split_rows
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
-from bonsai_jax.engine.plans import Limits, Read, Request
+from bonsai_jax.engine.plans import Limits, Read, Request, Save
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
@@ -143,6 +143,11 @@ class Runner:
         """Whether requests can share the beginnings of their prompts."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
+    @property
+    def saves(self) -> bool:
+        """Whether states are saved at the ends of answers."""
+        return self.shares and self.options.checkpoints > 0 and self.options.speculate is None
+
     def need(self, part: str) -> None:
         """Make ready for programs whose pool has "hidden", those of split steps, or "chain". Call it before
         the first of them."""
@@ -165,6 +170,45 @@ class Runner:
             rows[i]["tokens"][: len(known)] = known
         arrays, parts = [on_device.packed(rows)], _parts(chains is not None)
         return Call("notes of prompts", on_device.note_rows, arrays, (), {}, parts=parts)
+
+    def save(self, one: Save | None) -> Call:
+        """rows.save of one state; None: of none. One at a time, so that it takes the memory of one."""
+        columns = np.full((self.data, 2), self._no_row, np.int32)
+        if one is not None:
+            columns[one.device] = one.row, self.options.max_batch_size + one.checkpoint
+        return Call("copies of states", on_device.save_rows, [columns], (), {})
+
+    @functools.cached_property
+    def stored_layout(self) -> tuple[str, int, int]:
+        """prefix_rows.layout of the pool: what is stored in files."""
+        return prefix_rows.layout(self._pool)
+
+    def read_pages(self, pages: Sequence[int]) -> Call:
+        """prefix_rows.read_pages of PAGES_AT_ONCE pages at most."""
+        return Call("copies of pages", prefix_rows.read_pages_rows, [self._few(pages)], (), {})
+
+    def write_pages(self, pages: Sequence[int], words: Sequence[np.ndarray]) -> Call:
+        """prefix_rows.write_pages of as many, with the words of each."""
+        all_words = np.zeros((prefix_rows.PAGES_AT_ONCE, self.stored_layout[1]), np.int32)
+        for row, one in zip(all_words, words, strict=False):
+            row[:] = one
+        return Call("restored pages", prefix_rows.write_pages_rows, [self._few(pages), all_words], (), {})
+
+    def read_state(self, checkpoint: int) -> Call:
+        """prefix_rows.read_state of a checkpoint."""
+        row = np.array([self.options.max_batch_size + checkpoint], np.int32)
+        return Call("a copy of a state", prefix_rows.read_state_rows, [row], (), {})
+
+    def write_state(self, checkpoint: int, words: np.ndarray) -> Call:
+        """prefix_rows.write_state of a checkpoint."""
+        row = np.array([self.options.max_batch_size + checkpoint], np.int32)
+        return Call("a restored state", prefix_rows.write_state_rows, [row, words[None]], (), {})
+
+    def _few(self, pages: Sequence[int]) -> np.ndarray:
+        """Pages with padding beyond all."""
+        few = np.full(prefix_rows.PAGES_AT_ONCE, self.options.pages, np.int32)
+        few[: len(pages)] = pages
+        return few
 
     def prefill(
         self,

@@ -17,7 +17,8 @@ import bisect
 import dataclasses
 import itertools
 
-from bonsai_jax.engine.plans import Limits, Plan, Read, Request
+from bonsai_jax.engine import checkpoints
+from bonsai_jax.engine.plans import Limits, Plan, Read, Request, Save
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
 PADDED = 3.5  # times the cost of the best shape, per token read, is paid rather than compile that shape
@@ -46,6 +47,7 @@ class Scheduler:
     compiled_chained   those of plans with a chain of samplers, split or not
     constrained  how many requests have a constraint
     chained      how many use a sampler of decoding/chain.py
+    saves        copies of states to dispatch before the next plan, in this order
     preempted    how often a request has lost its pages
     """
 
@@ -57,6 +59,7 @@ class Scheduler:
         self.compiled_split: set[int | tuple[int, int]] = set()
         self.compiled_chained: dict[bool, set[int | tuple[int, int]]] = {False: set(), True: set()}
         self.constrained = self.chained = self.preempted = 0
+        self.saves: list[Save] = []
         self._split = False  # the last plan
         self._chain = False  # the plan that is being made
         self._numbers = itertools.count()
@@ -67,8 +70,11 @@ class Scheduler:
         self.chained += request.chained
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
-    def end(self, request: Request) -> None:
-        """The request is complete or cancelled. Its row and pages are free for the next plan."""
+    def end(self, request: Request, *, read_all: bool = False) -> None:
+        """The request is complete or cancelled. Its row and pages are free for the next plan.
+
+        read_all   the device ended it too: its row has read all its tokens but the newest, and no more
+        """
         if request.ended:
             return
         request.ended = True
@@ -79,7 +85,7 @@ class Scheduler:
             if self.waiting[at : at + 1] == [request]:
                 del self.waiting[at]
         else:
-            self._release(request)
+            self._release(request, read_all)
 
     def measured(self, steps: int, seconds: float, max_wait_s: float) -> None:
         """So many steps took so long. Set idle_steps to what fits in half of max_wait_s, because a new
@@ -92,7 +98,8 @@ class Scheduler:
         for device in self.devices:
             for request in device.running:
                 if request.row is not None and request.read == request.to_read and request.left <= 0:
-                    device.free_rows.append(request.row)  # all its draws are dispatched
+                    self._save_last(device, request)  # all its draws are dispatched
+                    device.free_rows.append(request.row)
                     request.row = None
         self._admit()
         split, was_split = self.constrained > 0, self._split
@@ -159,9 +166,12 @@ class Scheduler:
                 skipped.append(request)
                 continue
             device, match = best
-            full_pages = dataclasses.replace(  # without the copy of a page that agrees in part
-                match, tokens=len(match.pages) * self.limits.page_size, source=None
-            )
+            if match.source is None or match.checkpoint is None:
+                full_pages = dataclasses.replace(  # without the copy of a page that agrees in part
+                    match, tokens=len(match.pages) * self.limits.page_size, source=None
+                )
+            else:
+                full_pages = Match([], 0, known=match.known)
             if not any(self._start(request, device, m, tokens) for m in (match, full_pages)):
                 skipped.append(request)
                 break  # later requests do not overtake one that needs pages
@@ -185,17 +195,21 @@ class Scheduler:
         request.copy = None if match.source is None else (match.source, request.table[len(match.pages)])
         request.read, request.to_read, request.started = match.tokens, total, False
         if device.prefix.checkpoints is not None and tokens:
-            request.checkpoint, request.cuts = match.checkpoint, (match.known, self._page_floor(total - 1))
+            request.checkpoint, request.saved_at = match.checkpoint, match.tokens
+            request.cuts = checkpoints.cuts(match, total, request.places, self.limits.page_size)
             if match.checkpoint is not None:
                 device.prefix.checkpoints.hold(match.checkpoint)
+            for place in request.places or ():  # the next turn may need it, so it stays
+                if place in match.states:
+                    device.prefix.checkpoints.touch(match.states[place])
         request.device, request.row = self.devices.index(device), device.free_rows.pop()
         bisect.insort(device.running, request, key=lambda r: r.order)
         whole = tokens[: self._page_floor(len(tokens))]
         device.prefix.insert(whole, request.table, ready=False, owner=request.owner)
         return True
 
-    def _release(self, request: Request) -> None:
-        """Take row and pages from a running request."""
+    def _release(self, request: Request, read_all: bool = False) -> None:
+        """Take row and pages from a running request. read_all: as for `end`."""
         device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         device.running.remove(request)
         if request.copy is not None:
@@ -204,12 +218,29 @@ class Scheduler:
             device.prefix.release_checkpoint(request.checkpoint)
         device.prefix.abandon(request.table)
         if request.read == request.to_read:  # the newest token is stored when the next one is drawn
-            device.prefix.insert(_tokens(request)[:-1], request.table, ready=True, owner=request.owner)
+            tokens = _tokens(request)[:-1]
+            device.prefix.insert(tokens, request.table, ready=True, owner=request.owner)
+            if read_all and not device.prefix.has_state(tokens, request.table, request.owner):
+                self._save_last(device, request)
+                if request.last_state is not None:
+                    device.prefix.attach(request.last_state, tokens, request.table, request.owner)
+                    request.last_state = None
+        if request.last_state is not None:
+            device.prefix.release_checkpoint(request.last_state)
         device.prefix.release(request.table)
         if request.row is not None:
             device.free_rows.append(request.row)
-        request.device = request.row = request.copy = request.checkpoint = None
+        request.device = request.row = request.copy = request.checkpoint = request.last_state = None
         request.table, request.undrawn, request.guessed = [], False, False
+
+    def _save_last(self, device: Device, request: Request) -> None:
+        """Save the state of the request's row, after all its draws, before another gets the row. Speculation
+        may have read more than it drew."""
+        if request.row is None or request.last_state is not None or not _shared(request):
+            return
+        if self.limits.width == 1 and (checkpoint := device.prefix.checkpoint()) is not None:
+            self.saves.append(Save(self.devices.index(device), request.row, checkpoint))
+            request.last_state = checkpoint
 
     def _preempt(self, request: Request) -> None:
         """Take its pages for others. It waits, and later reads its prompt and answer like a prompt."""
@@ -253,8 +284,8 @@ class Scheduler:
         """The request's next chunk, of at most this many tokens."""
         device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         count = min(_unread(request), most)
-        if cuts := [at for at in request.cuts if request.read < at < request.read + count]:
-            count = min(cuts) - request.read
+        if later := [at for at in request.cuts if request.read < at < request.read + count]:
+            count = later[0] - request.read
         ends = request.read + count == request.to_read
         place: tuple[int, list[int]] = request.row, request.table  # pyrefly: ignore[bad-assignment]
         read = Read(request, *place, request.read, count, ends, not request.started, request.copy)
@@ -265,11 +296,14 @@ class Scheduler:
         if request.checkpoint is not None:  # likewise
             read.begins, request.checkpoint = request.checkpoint, None
             device.prefix.release_checkpoint(read.begins)
-        known = request.read if ends else self._page_floor(request.read)
+        cut = request.read in request.cuts
+        known = request.read if ends or cut else self._page_floor(request.read)
         tokens = _tokens(request)[:known]
         device.prefix.insert(tokens, request.table, ready=True, owner=request.owner)
-        if tokens and request.read == self._page_floor(request.read):
-            read.saves = device.prefix.save(tokens, request.owner)
+        page_size = self.limits.page_size
+        if cut or (not ends and checkpoints.passing(request.read, request.saved_at, page_size)):
+            read.saves = device.prefix.save(tokens, request.table, request.owner, passing=not cut)
+            request.saved_at = request.read
         if ends and self.constrained:
             request.undrawn = True
         elif ends:
@@ -376,8 +410,11 @@ def _preference(device: Device, match: Match) -> tuple[int, int]:
 
 def _tokens(request: Request) -> list[int]:
     """The tokens by which its pages can be found; [] where they are not to be shared."""
-    shared = request.reusable != 0 and not request.vectors
-    return [*request.prompt, *request.said] if shared else []
+    return [*request.prompt, *request.said] if _shared(request) else []
+
+
+def _shared(request: Request) -> bool:
+    return request.reusable != 0 and not request.vectors
 
 
 def _reads_vectors(request: Request) -> bool:

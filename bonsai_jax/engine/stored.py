@@ -61,7 +61,7 @@ def key(*parts: Any) -> str | None:
     if programs_folder() is None or processor is None or not selection.only_ours() or not _only_ours():
         return None
     environment = {name: value for name, value in os.environ.items() if name.startswith(("XLA_", "NPROC"))}
-    text = repr((_versions(), processor, sorted(environment.items()), settings(), parts))
+    text = repr((versions(), processor, sorted(environment.items()), settings(), parts))
     if " at 0x" in text:  # a function or an object without a repr of its own
         return None
     return hashlib.sha256(text.encode()).hexdigest()
@@ -184,7 +184,7 @@ def _shrink(folder: Path) -> None:
 
 
 @functools.cache
-def _versions() -> tuple[str, ...]:
+def versions() -> tuple[str, ...]:
     """Of Python, jax and its plugins, and of our own sources."""
     packages = Path(jaxlib.__file__).parents[1].glob("jax*.dist-info")
     sources = hashlib.sha256()

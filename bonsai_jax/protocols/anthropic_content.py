@@ -16,8 +16,9 @@ from bonsai_jax.protocols.fields import json_object, shown, text
 
 Message = dict[str, Any]
 
-# What clients put at the beginning and the end of the system prompt, and what changes with each request. The
-# prefix cache would find nothing that comes after it, and it says nothing to a model.
+# What clients put at the beginning and the end of the system prompt, or in messages of the system after each
+# of the user, and what changes with each request. The prefix cache would find nothing that comes after it, it
+# says nothing to a model, and a template would take a message in the midst of calls for a new question.
 BILLING = "x-anthropic-billing-header:"
 BUDGET = re.compile(r"\s*<total_tokens>[^<]*</total_tokens>\s*$")
 
@@ -39,10 +40,12 @@ def messages(name: str, value: Any) -> list[Message]:
         role, content = json_object(where, message).get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise FieldError(f"{where}.role", f"{shown(role)} is none of user, assistant, system")
-        if isinstance(content, str):
-            own.append({"role": role, "content": content})
-        else:
-            own += _said(role, _each(f"{where}.content", content))
+        said = [{"role": role, "content": content}]
+        if not isinstance(content, str):
+            said = _said(role, _each(f"{where}.content", content))
+        if role == "system":
+            said = [one | {"content": left} for one in said if (left := BUDGET.sub("", one["content"]))]
+        own += said
     if own and own[-1]["role"] == "assistant":
         raise FieldError(name, "the last message must be the user's: this server cannot continue an answer")
     return own

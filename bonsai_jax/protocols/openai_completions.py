@@ -1,7 +1,8 @@
 """OpenAI's completions of texts and token ids: POST /v1/completions.
 
 With `echo` an answer begins with its prompt, and the log-probabilities with those of the prompt's tokens: the
-first has none. Evaluation harnesses score texts so, and ask for one new token or none (max_tokens: 0).
+first has none. Evaluation harnesses score texts so, and ask for one new token or none (max_tokens: 0). They
+leave the new token's score out without looking, so it is there even if it ends the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
     if most == 0 and not echo:
         raise FieldError("max_tokens", 'is 0, which needs "echo": true; give 1 or more')
     stream, usage = openai.streaming(given)
+    scores = echo and most == 1 and given.get("logprobs") is not None
     return Request(
         path=PATH,
         model=given.get("model"),
@@ -48,7 +50,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         max_new_tokens=most,
         stop=given.get("stop", []),
         n=given.get("n", 1),
-        ignore_eos=given.get("ignore_eos", False),
+        ignore_eos=given.get("ignore_eos", False) or scores,
         logprobs=given.get("logprobs"),
         echo=echo,
         stream=stream,

@@ -19,11 +19,13 @@ from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.protocols.fields import SAMPLERS
 from bonsai_jax.protocols.request import Request
 from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.tokens import departures
 from bonsai_jax.tokens.calls import tool_grammar
 from bonsai_jax.tokens.calls.grammar import Thought
 from bonsai_jax.tokens.thoughts import first_thought
 from bonsai_jax.tokens.tokenizer import Tokenizer
 
+Places = tuple[int, ...] | None
 TOO_LONG = "context_length_exceeded"  # OpenAI's code, which agents look for
 
 
@@ -35,6 +37,8 @@ class Defaults:
     sampling         of which a request replaces some fields
     max_new_tokens   None: until the context is full
     template         variables of the chat template, such as enable_thinking
+    places           chats say where later prompts will part ways with them (tokens/departures.py), for
+                     engines that save states
     clip             a request that asks for more new tokens than there is room for gets fewer; else it is an
                      error
     """
@@ -43,6 +47,7 @@ class Defaults:
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int | None = None
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
+    places: bool = False
     clip: bool = False
 
 
@@ -57,17 +62,21 @@ class Submission:
 
 def submissions(request: Request, model: Model, defaults: Defaults) -> list[Submission]:
     """One for each prompt. Raises FieldError for a prompt that cannot be encoded, or has no room."""
-    prompts = prompt_ids(request, model, defaults)
+    prompts = _encoded(request, model, defaults)
     thinks = (defaults.template | request.template).get("enable_thinking") is not False
-    each_constraint = [constraint(request, model, ids, thinks) for ids in prompts]
-    lengths = [_new_tokens(request, len(ids), defaults) for ids in prompts]
+    each_constraint = [constraint(request, model, ids, thinks) for ids, _ in prompts]
+    lengths = [_new_tokens(request, len(ids), defaults) for ids, _ in prompts]
     sampling = dataclasses.replace(defaults.sampling, **request.sampling)
     check_breakers(sampling, model)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
     how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}
+    how["n"] = request.n
     return [
-        Submission(ids, {"sampling": own, "max_new_tokens": new, "n": request.n, "constraint": must, **how})
-        for ids, own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
+        Submission(
+            ids,
+            {"sampling": own, "max_new_tokens": new, "constraint": must, "checkpoints_at": places, **how},
+        )
+        for (ids, places), own, new, must in zip(prompts, each, lengths, each_constraint, strict=True)
     ]
 
 
@@ -120,6 +129,11 @@ def _calls(request: Request, tokenizer: Tokenizer, thought: Thought) -> Constrai
 
 def prompt_ids(request: Request, model: Model, defaults: Defaults) -> list[list[int]]:
     """Token ids of each prompt. Raises FieldError for one that cannot be encoded."""
+    return [ids for ids, _ in _encoded(request, model, defaults)]
+
+
+def _encoded(request: Request, model: Model, defaults: Defaults) -> list[tuple[list[int], Places]]:
+    """Token ids of each prompt, and Engine.submit's checkpoints_at. Errors are those of `prompt_ids`."""
     try:
         return [_ids(request, model, prompt, defaults) for prompt in request.prompts]
     except FieldError:
@@ -136,12 +150,17 @@ def chat_ids(
 ) -> list[int]:
     """Token ids of a chat. Raises ValueError where the template refuses it, and FieldError for tools that
     this model cannot call."""
+    check_tools(tokenizer, tools)
+    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
+
+
+def check_tools(tokenizer: Tokenizer, tools: list[dict[str, Any]]) -> None:
+    """Raise FieldError for tools that this model cannot call."""
     if tools and not tokenizer.writes_harmony:
         try:
             tokenizer.known_call_format()
         except NotImplementedError as error:
             raise FieldError("tools", str(error).removeprefix("tools: ")) from None
-    return tokenizer.encode_chat(roles(tokenizer, messages), tools=tools, **template)
 
 
 def chat_texts(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
@@ -161,13 +180,19 @@ def roles(tokenizer: Tokenizer, messages: list[dict[str, Any]]) -> list[dict[str
     ]
 
 
-def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> list[int]:
+def _ids(request: Request, model: Model, prompt: Any, defaults: Defaults) -> tuple[list[int], Places]:
     texts = chat_texts(prompt, request.tools) if request.chat else [prompt]
     check_size(request.where, model.tokenizer, texts, defaults.most_tokens)
+    places: Places = None
     if request.chat:
         template = defaults.template | request.template
-        prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
-    return cast(list[int], encode(model, prompt))
+        if defaults.places:
+            check_tools(model.tokenizer, request.tools)
+            own = roles(model.tokenizer, prompt)
+            prompt, places = departures.encode_chat(model.tokenizer, own, tools=request.tools, **template)
+        else:
+            prompt = chat_ids(model.tokenizer, prompt, template, request.tools)
+    return cast(list[int], encode(model, prompt)), places
 
 
 def check_size(where: str, tokenizer: Tokenizer, texts: list[Any], most: int) -> None:

@@ -87,7 +87,7 @@ class Door:
             own = self._key(headers)
             if own is None:
                 raise RequestError(401, "no valid API key was given: send one as 'Authorization: Bearer KEY'")
-            if len(self._keys) > 1 and not settings.share_prefixes:
+            if not settings.share_prefixes:
                 scope["state"]["owner"] = own.hex()
 
     def _key(self, headers: Headers) -> bytes | None:

@@ -34,8 +34,9 @@ class Service:
         self.started = time.time()
         self.metrics = Metrics(engine)
         self.defaults = Defaults(
-            engine.most_tokens, settings.sampling, settings.max_new_tokens, settings.template, clip=True
-        )
+            engine.most_tokens, settings.sampling, settings.max_new_tokens, settings.template,
+            places=engine.saves_states, clip=True,
+        )  # fmt: skip
         self.body_bytes = 0
         self._reader = Reader(engine.model, shapes=FEW)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bonsai-jax server")

@@ -241,15 +241,29 @@ class Tokenizer(Vocabulary):
         If a string in them spells a control token, the name is fenced with noncharacters before the template
         is rendered, and encoded as plain text afterwards.
         """
+        return self.encode_chat_text(self.chat_text(messages, tools=tools, **template_arguments))
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **template_arguments: Any,
+    ) -> str:
+        """The text of `apply_chat_template` with fences, for `encode_chat_text`."""
         fenced = {"messages": messages, "tools": checked(tools) if tools else None}
-        text = self.apply_chat_template(**_fenced(fenced, self._control_names), **template_arguments)
+        return self.apply_chat_template(**_fenced(fenced, self.control_names), **template_arguments)
+
+    def encode_chat_text(self, text: str) -> list[int]:
+        """Token ids of a `chat_text`, or of a part that begins and ends at control tokens of the
+        template's."""
         ids = []
-        for i, part in enumerate(re.split(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, flags=re.DOTALL)):
+        for i, part in enumerate(re.split(f"{OPEN}(.*?)(?:{CLOSE}|$)", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)
         return ids
 
     @functools.cached_property
-    def _control_names(self) -> re.Pattern[str]:
+    def control_names(self) -> re.Pattern[str]:
         """Matches the name of any control or unknown token, the longest first."""
         names = [
             text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
@@ -277,20 +291,20 @@ class Tokenizer(Vocabulary):
 
 
 # Noncharacters: a str may have them, but no text does.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 
 def _fenced(value: Any, spelled: re.Pattern[str]) -> Any:
-    """A copy of nested messages; in its strings every match of `spelled` is between _OPEN and _CLOSE."""
+    """A copy of nested messages; in its strings every match of `spelled` is between OPEN and CLOSE."""
     if isinstance(value, str):
-        return spelled.sub(f"{_OPEN}\\g<0>{_CLOSE}", _unfenced(value))
+        return spelled.sub(f"{OPEN}\\g<0>{CLOSE}", _unfenced(value))
     if isinstance(value, Mapping):
         return {_fenced(key, spelled): _fenced(item, spelled) for key, item in value.items()}
     return [_fenced(item, spelled) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _unfenced(text: str) -> str:
-    return text.replace(_OPEN, "").replace(_CLOSE, "")
+    return text.replace(OPEN, "").replace(CLOSE, "")
 
 
 class Detokenizer:

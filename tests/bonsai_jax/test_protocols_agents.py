@@ -76,6 +76,15 @@ def test_the_system_speaks_first_and_once():
 HI = [{"role": "user", "content": "Hi"}]
 
 
+def test_tokens_left_are_no_message():
+    """Claude Code says after each of the user's messages how many are left."""
+    left = "<total_tokens>9 tokens left</total_tokens>"
+    only, more = (
+        {"role": "system", "content": [{"type": "text", "text": t}]} for t in (left, f"Look!\n{left}")
+    )
+    assert messages({"messages": [*HI, only, *HI, more]}) == [*HI, *HI, {"role": "user", "content": "Look!"}]
+
+
 @pytest.mark.parametrize(
     ("system", "expected"),
     [

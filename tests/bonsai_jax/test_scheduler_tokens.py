@@ -58,6 +58,12 @@ class Device:
         self.rows[row] = [stored, token, 0 if token == STOP else left - 1]
         return token
 
+    def save(self, saves):
+        while saves:
+            one = saves.pop(0)
+            if one.row in self.states:
+                self.states[-1 - one.checkpoint] = list(self.states[one.row])
+
     def run(self, plan):
         out = []
         for read in plan.reads[0]:
@@ -99,6 +105,7 @@ def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request
         plan = scheduler.plan()
         if plan is not None:
             plans += 1
+            device.save(scheduler.saves)
             assert plan.rows >= max(map(len, plan.writes)) and plan.steps <= 16
             reads = sum(read.count for read in plan.reads[0])
             assert len(plan.reads[0]) <= plan.shape[0] and reads <= plan.shape[0] * plan.shape[1]
@@ -114,7 +121,7 @@ def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request
                 request.said += drawn
                 over = request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens
                 if over or cancel(request):
-                    scheduler.end(request)
+                    scheduler.end(request, read_all=over)
 
 
 def assert_all_is_back(scheduler: Scheduler) -> None:

@@ -154,7 +154,7 @@ def test_what_a_program_depends_on_is_in_its_key(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=2")
     assert key() not in (plain, None)
     monkeypatch.undo()
-    monkeypatch.setattr(stored, "_versions", lambda: ("another jax",))
+    monkeypatch.setattr(stored, "versions", lambda: ("another jax",))
     assert key() not in (plain, None)
     monkeypatch.undo()
     own = dataclasses.replace(selection.get(Matmul, "reference"), name="a user's")

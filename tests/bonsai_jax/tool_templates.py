@@ -185,3 +185,9 @@ TEMPLATES = {
     "functionary": FUNCTIONARY,
     "seed": QWEN.replace("tool_call>", "seed:tool_call>"),
 }
+
+# Thoughts are in the history after the last question alone, as in Qwen3's template.
+FORGETFUL = (
+    "{%- set ns = namespace(asked=-1) -%}{%- for m in messages -%}{%- if m.role == 'user' -%}"
+    "{%- set ns.asked = loop.index0 -%}{%- endif -%}{%- endfor -%}"
+) + HERMES.replace("loop.index0 > messages | length - 3", "loop.index0 > ns.asked")

@@ -355,8 +355,26 @@ class State(states.State, struct.PyTreeNode):
         state = self.replace(k=new.k, v=new.v)
         return state if self.ring is None or saves is None else state._with_ring_copies(rows, saves)
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        return self if self.ring is None else self._with_ring_copies(source, to)
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         return self if self.ring is not None else self._with_copies(source, to)
+
+    def page_content(self, pages: Int[Array, "R"]) -> Any:
+        return None if self.ring is not None else self._content(pages)
+
+    def with_page_content(self, content: Any, pages: Int[Array, "R"]) -> Self:
+        return self if self.ring is not None else self._with_content(content, pages)
+
+    def row_content(self, rows: Int[Array, "R"]) -> Any:
+        return None if self.ring is None else self._content(self._ring_pages(rows))
+
+    def with_row_content(self, content: Any, rows: Int[Array, "R"]) -> Self:
+        if self.ring is None:
+            return self
+        own = jnp.where((rows < len(self.ring))[:, None], self._ring_pages(rows), self.num_pages)
+        return self._with_content(content, own)
 
     def with_page_offset(self, device: Int[Array, ""]) -> Self:
         return self if self.ring is None else self.replace(ring=self.ring + device * self.num_pages)
@@ -370,21 +388,35 @@ class State(states.State, struct.PyTreeNode):
     def _with_pages(self, change: Any) -> Self:
         return self.replace(k=jax.tree.map(change, self.k), v=jax.tree.map(change, self.v))
 
+    def _content(self, pages: Int[Array, "..."]) -> Any:
+        return jax.tree.map(lambda x: x[:, pages], (self.k, self.v))
+
+    def _with_content(self, content: Any, pages: Int[Array, "..."]) -> Self:
+        def put(own, new):
+            return own.at[:, pages].set(new, mode="drop", wrap_negative_indices=False)
+
+        k, v = jax.tree.map(put, (self.k, self.v), content)
+        return self.replace(k=k, v=v)
+
+    def _ring_pages(self, rows: Int[Array, "R"]) -> Int[Array, "R pages"]:
+        """The pages of these rows' rings."""
+        assert self.ring is not None
+        size = self.num_pages // len(self.ring)
+        return self.ring.at[rows, :size].get(mode="clip", wrap_negative_indices=False)
+
     def _with_copies(self, source: Int[Array, "P"], to: Int[Array, "P"]) -> Self:
-        """With pages `to` as copies of pages `source`; those beyond the last are none."""
-        return self._with_pages(
-            lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False)
-        )
+        """With pages `to` as copies of pages `source`; those beyond the last are none. Without the barrier
+        XLA could read and write in one loop, for which it copies the whole array."""
+        return self._with_content(jax.lax.optimization_barrier(self._content(source)), to)
 
     def _with_ring_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         """With rings of rows `to` as copies of those of `source`; those beyond the last are none. Mostly
         there are none, and nothing is read."""
         assert self.ring is not None
-        ring, size = self.ring, self.num_pages // len(self.ring)
-        moves = (source != to) & (to < len(ring))
+        moves = (source != to) & (to < len(self.ring))
 
         def copied(state: Self) -> Self:
-            pages, own = (ring.at[rows, :size].get(mode="clip") for rows in (source, to))
+            pages, own = state._ring_pages(source), state._ring_pages(to)
             targets = jnp.where(moves[:, None], own, state.num_pages)
             return state._with_copies(pages.reshape(-1), targets.reshape(-1))
 

@@ -250,6 +250,24 @@ class State(states.State, struct.PyTreeNode):
     def put(self, new: Self, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> Self:
         return self.replace(k=new.k)
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        return self
+
+    def page_content(self, pages: Int[Array, "R"]) -> Any:
+        return jax.tree.map(lambda x: x[:, pages], self.k)
+
+    def with_page_content(self, content: Any, pages: Int[Array, "R"]) -> Self:
+        def put(own, new):
+            return own.at[:, pages].set(new, mode="drop", wrap_negative_indices=False)
+
+        return self.replace(k=jax.tree.map(put, self.k, content))
+
+    def row_content(self, rows: Int[Array, "R"]) -> Any:
+        return None
+
+    def with_row_content(self, content: Any, rows: Int[Array, "R"]) -> Self:
+        return self
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         def copied(x):
             return x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False)

@@ -64,6 +64,28 @@ class State:
             )
         return state
 
+    def with_row_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
+        """This state with rows `to` as copies of rows `source`; those beyond the last are none. Without the
+        barrier XLA could read and write in one loop, for which it copies the whole array."""
+        return self.put(jax.lax.optimization_barrier(self.taken(source)), to)
+
+    def page_content(self, pages: Int[Array, "R"]) -> Any:
+        """What these pages of the block table hold, arrays [layers, R, ...]; None: no such pages."""
+        return None
+
+    def with_page_content(self, content: Any, pages: Int[Array, "R"]) -> Self:
+        """This state with what `page_content` returned in these pages; those beyond the last are none."""
+        return self
+
+    def row_content(self, rows: Int[Array, "R"]) -> Any:
+        """What is stored of these rows beside pages of the block table, arrays [layers, R, ...]; None:
+        nothing."""
+        return self.taken(rows)
+
+    def with_row_content(self, content: Any, rows: Int[Array, "R"]) -> Self:
+        """This state with what `row_content` returned in these rows; those beyond the last are none."""
+        return self.put(content, rows)
+
     def with_page_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         """This state with pages `to` of the block table as copies of its pages `source`; those beyond the
         last are none."""
