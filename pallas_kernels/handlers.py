@@ -4,8 +4,8 @@ this process that the program calls by name (XLA's foreign functions), and the s
     called_by(program) -> recipes    in the process that has compiled it
     register(recipes)                in the one that is about to load it
 
-Kernels for CPUs are such functions, made by LLVM in this process. A program for a GPU contains its kernels;
-the library that starts them is found by an import.
+Kernels for CPUs are such functions, made by LLVM in this process; others are jax's own, of LAPACK. A program
+for a GPU contains its kernels; the library that starts them is found by an import.
 """
 
 import importlib.util
@@ -14,12 +14,15 @@ from typing import Any
 
 from pallas_kernels import device
 
+LAPACK = "lapack"  # a recipe
+
 
 def called_by(program: bytes) -> list[Any]:
-    """Picklable recipes of the kernels that a compiled program calls. program: XLA's serialization of it,
+    """Picklable recipes of the functions that a compiled program calls. program: XLA's serialization of it,
     which has their names as they are."""
     later = sys.modules.get("pallas_kernels.cpu.later")  # no other file makes kernels for CPUs
-    return [] if later is None else later.called_by(program)
+    recipes = [] if later is None else later.called_by(program)
+    return [*recipes, LAPACK] if b"lapack_" in program else recipes
 
 
 def register(recipes: list[Any]) -> None:
@@ -27,10 +30,14 @@ def register(recipes: list[Any]) -> None:
     if device.platform().startswith("sm_"):
         # Tells the library of Pallas kernels where its runtime is.
         importlib.import_module("jax.experimental.pallas.mosaic_gpu")
-    if recipes:
+    if LAPACK in recipes:
+        # jax finds LAPACK's functions when it lowers a program that calls one. Without them such a program
+        # ends the process.
+        importlib.import_module("jaxlib.lapack").prepare_lapack_call("trsm", "float32")
+    if kernels := [recipe for recipe in recipes if recipe != LAPACK]:
         from pallas_kernels.cpu import later
 
-        for kernel, module in recipes:
+        for kernel, module in kernels:
             later.target(kernel, module)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -119,6 +120,8 @@ def soak(engine: bj.Engine, count: int, seed: int) -> None:
     free = alone(prompts, params)
     cancelled = rng.random(count) < 0.1
     handles = []
+    together = contextlib.ExitStack()
+    together.enter_context(engine._changed)  # the engine waits until the first four are there
     for i in range(count):
         text = said(free[i][: new[i]])
         at = int(rng.integers(0, len(text) + 1))
@@ -133,6 +136,8 @@ def soak(engine: bj.Engine, count: int, seed: int) -> None:
                 priority=int(rng.integers(0, 2)),
             )
         )
+        if i == 3:
+            together.close()
         if cancelled[i]:
             threading.Timer(float(rng.random()) * 0.2, handles[-1].cancel).start()
     for i, handle in enumerate(handles):

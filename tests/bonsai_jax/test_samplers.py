@@ -85,7 +85,7 @@ def test_typical_keeps_the_nearest_to_the_entropy(x, p):
 
 
 @FEW
-@given(LOGITS, st.floats(-1, 4, width=32))
+@given(LOGITS, st.floats(-1, 4, width=32, allow_subnormal=False))  # XLA takes subnormal numbers for 0
 def test_top_n_sigma_keeps_what_is_near_the_largest(x, n):
     for row, keep in zip(x, kept("top_n_sigma", x, n), strict=True):
         own = np.float64(row[row > -np.inf])

@@ -243,3 +243,31 @@ def test_compile_ahead_refuses_what_generate_refuses():
         bj.compile_ahead("demo")
     with pytest.raises(TypeError, match="on_shapes"):
         bj.load("synth:tiny-llama:q8_0", on_shapes=3)
+
+
+LAPACK = """
+import jax, jax.numpy as jnp, numpy as np
+from bonsai_jax import compile_cache
+from bonsai_jax.engine import stored
+compile_cache.use_programs()
+solve = jax.jit(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))
+a, b = jnp.asarray(np.tril(np.ones((8, 8), "f4"))), jnp.arange(8, dtype=jnp.float32)
+key = stored.key("solve") or exit("programs are not stored here")
+program = stored.load(key, (a, b), jax.devices()[:1])
+print("compiled" if program is None else "loaded", flush=True)
+program = program or stored.compile(key, solve.lower(a, b), {})
+print(np.asarray(program(a, b)).tolist())
+"""
+
+
+def test_a_program_that_calls_lapack_runs_in_the_next_process(tmp_path):
+    """jax finds LAPACK's functions when it lowers a program, which the next process does not: programs of
+    hybrid models on a CPU ended it by a segmentation fault."""
+    env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    for expected in ("compiled", "loaded"):
+        command = [sys.executable, "-c", LAPACK]
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=ROOT, timeout=120)
+        assert done.returncode == 0, done.stderr
+        how, numbers = done.stdout.splitlines()
+        assert how == expected
+        assert json.loads(numbers) == [0.0] + [1.0] * 7
