@@ -1,7 +1,6 @@
 """Routes, and what they share."""
 
-import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.applications import Starlette
@@ -62,18 +61,13 @@ POSTS: dict[str, Endpoint] = {
 
 
 def app(service: Service) -> Starlette:
-    """The ASGI application. It closes the service when it ends."""
+    """The ASGI application, which has no lifespan: whoever runs it closes the service afterwards."""
 
     def bound(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         async def call(request: Request) -> Response:
             return await endpoint(service, request)
 
         return call
-
-    @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
-        service.close()
 
     # The first are found first.
     posts = {path: answering(protocol) for path, protocol in PROTOCOLS.items()} | POSTS
@@ -86,7 +80,7 @@ def app(service: Service) -> Starlette:
         cors = Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
     errors = {HTTPException: _unrouted}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=errors, lifespan=lifespan)
+    return Starlette(routes=routes, middleware=middleware, exception_handlers=errors)
 
 
 def answering(protocol: Any) -> Endpoint:

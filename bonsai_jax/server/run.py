@@ -65,9 +65,15 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             app(service), http=Connection, ws="none", log_config=None, access_log=False,
             server_header=False, proxy_headers=False,
-            lifespan="on", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=math.ceil(grace_s),
+            lifespan="off", timeout_keep_alive=KEEP_ALIVE_S, timeout_graceful_shutdown=math.ceil(grace_s),
         )  # fmt: skip
         super().__init__(config)
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().serve(sockets)
+        finally:
+            self._service.close()
 
     async def begun(self, own: socket.socket) -> asyncio.Future[None]:
         """Serve at this socket. Returns once requests, and signals, are taken; the future ends with the
