@@ -80,12 +80,14 @@ def compare_tensors(
     *,
     progress: Progress = lambda done, total: None,
 ) -> list[Difference]:
-    """The relative error of B's weights against A's, in the order of A; tensors that only B has come last.
+    """The relative error of B's weights against A's for each tensor, in the order of A; tensors that only B
+    has come last.
 
         error = sqrt(sum (B - A)^2 / sum A^2)    weights as float32, differences and sums in float64
 
-    a, b   GGUF files, Hugging Face folders, or other names that `open_checkpoint` takes. Of a folder and a
-           GGUF file tensors meet by the architecture's table; both must have one architecture.
+    a, b   GGUF files, Hugging Face folders, or other names that `open_checkpoint` takes. Tensors of a folder
+           and of a GGUF file meet by the architecture's table, under the names and in the order of the GGUF
+           file; both must have one architecture.
     Raises CheckpointError for a file that cannot be read, NotImplementedError for random weights, for a
     format that is not supported, and where a folder's tensors cannot be brought into a GGUF file's order.
     """

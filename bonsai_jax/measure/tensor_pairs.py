@@ -43,7 +43,7 @@ class Side:
 class Pair:
     """A tensor of two files; None: the file lacks it.
 
-    name    in A, else in B; for files with two namings, in the GGUF file
+    name    in both files; of a folder and a GGUF file, that in GGUF files
     reason  why both cannot be compared; None: they can
     """
 
@@ -54,7 +54,8 @@ class Pair:
 
 
 def pairs(a: Checkpoint, b: Checkpoint) -> list[Pair]:
-    """Every tensor of both files, in the order of A; those that only B has come last.
+    """Every tensor of both files, in the order of A, or of the one that is a GGUF file where the other is a
+    folder; those that only B has come last.
 
     Raises NotImplementedError for models whose weights are drawn when they are loaded, and for a folder and a
     GGUF file of an architecture that stores weights in two orders; CheckpointError for a folder and a GGUF
@@ -105,7 +106,8 @@ def _by_name(checkpoint: Checkpoint) -> dict[str, Side]:
 
 
 def _by_spec(a: Checkpoint, b: Checkpoint) -> list[dict[str, Side]]:
-    """Of each file its tensors by their names in GGUF files, those of the GGUF file in its order."""
+    """The tensors of each file by their names in GGUF files, in the order of the one that is a GGUF file.
+    Of a tensor that holds several, one below the other, each is one."""
     described = [architectures.describe(a), architectures.describe(b)]
     names = [architectures.ALIASES.get(d.config.architecture, d.config.architecture) for d in described]
     if names[0] != names[1]:
@@ -124,13 +126,15 @@ def _by_spec(a: Checkpoint, b: Checkpoint) -> list[dict[str, Side]]:
     order = {name: number for number, name in enumerate(gguf.tensors)}
     sides = []
     for own, other in (described, described[::-1]):
-        found = {}
+        by_name: dict[str, Side] = {}
+        places: dict[str, int] = {}
         for spec, tensors in own.tensors.items():
             for layer, tensor in tensors.items():
-                found[spec.gguf.format(layer)] = Side(
-                    tensor, own.naming, spec, _order(own, other, spec, layer)
-                )
-        sides.append(dict(sorted(found.items(), key=lambda item: order.get(item[0], len(order)))))
+                name = spec.gguf.format(layer)
+                whole = str(spec.fused.gguf).format(layer) if spec.fused else name
+                by_name[name] = Side(tensor, own.naming, spec, _order(own, other, spec, layer))
+                places[name] = order.get(name, order.get(whole, len(order)))
+        sides.append({name: by_name[name] for name in sorted(by_name, key=places.__getitem__)})
     return sides
 
 
