@@ -20,7 +20,8 @@ from checkpoints import Checkpoint, Gathered, open_checkpoint
 from checkpoints.geometry import GEOMETRY, tensor_nbytes
 from pallas_kernels import formats
 
-PIECES = 1 << 17, 1 << 21  # weights that a program dequantizes
+PIECES = 1 << 17, 1 << 20  # weights that a program dequantizes
+THREADS = 8  # at most; each holds a piece of both files, about 40 MB
 Progress = Callable[[int, int], None]  # weights so far, and in all
 
 
@@ -102,7 +103,7 @@ def compare_tensors(
                 )
     total = sum(_weights(pair) for pair in matched)
     done, differences = 0, []
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
         for pair in matched:
             differences.append(_difference(pair, pool))
             done += _weights(pair)
@@ -184,7 +185,7 @@ def _dequantized(raw: np.ndarray, format: str) -> np.ndarray:
     blocks = raw.reshape(-1, geometry.bytes)
     most = [piece // geometry.weights for piece in PIECES]
     size = next((count for count in most if count >= len(blocks)), len(blocks))
-    padded = np.pad(blocks, [(0, size - len(blocks)), (0, 0)])
+    padded = blocks if len(blocks) == size else np.pad(blocks, [(0, size - len(blocks)), (0, 0)])
     # Both files by one program, and the difference apart from it: fused, equal blocks might differ. On a CPU
     # also where there is a GPU, whose compilers fuse products and sums.
     with jax.default_device(jax.devices("cpu")[0]):

@@ -72,6 +72,6 @@ def shared_tokenizer(a: Checkpoint, b: Checkpoint) -> Tokenizer:
 
 def _unlike(a: str, b: str, how: str) -> str:
     return (
-        f"{a} and {b} have two vocabularies ({how}), so their predictions cannot be compared; compare models "
-        "with one vocabulary, or the weights alone, without a text (-f)"
+        f"{a} and {b} have different vocabularies ({how}), so their predictions cannot be compared; compare "
+        "models with one vocabulary, or the weights alone, without a text (-f)"
     )

@@ -189,7 +189,7 @@ def test_two_vocabularies_are_one_clear_error(files, tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     done = run("diff", files[0], other, "-f", tmp_path / "text.txt", "-c", 32)
     assert done.exit_code == 1 and not done.stdout
-    assert "have two vocabularies (token 7 is " in done.stderr and "\n" not in done.stderr.strip()
+    assert "have different vocabularies (token 7 is " in done.stderr and "\n" not in done.stderr.strip()
     embedding = Tensor("token_embd.weight", "f32", (7, 64), np.zeros((7, 256), np.uint8))
     smaller = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, embedding.name: embedding})
     with pytest.raises(ValueError, match="and 7 tokens"):
@@ -197,3 +197,14 @@ def test_two_vocabularies_are_one_clear_error(files, tmp_path):
     (tmp_path / "text.txt").write_text("too short")
     done = run("diff", *files, "-f", tmp_path / "text.txt")
     assert done.exit_code == 1 and not done.stdout and "give a longer text" in done.stderr
+
+
+def test_models_that_do_not_fit_together_can_be_run_one_after_the_other(files, tmp_path, monkeypatch):
+    def load(*_, **__):
+        raise MemoryError("weights of 9 GB exceed the memory")
+
+    monkeypatch.setattr(bj, "from_checkpoint", load)
+    (tmp_path / "text.txt").write_text(TEXT)
+    done = run("diff", *files, "-f", tmp_path / "text.txt", "-c", 32)
+    assert done.exit_code == 1 and "exceed the memory; or run one model after the other" in done.stderr
+    assert "--kl-base base.npz" in done.stderr and "tensors compared" in done.stdout
