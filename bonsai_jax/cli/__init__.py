@@ -16,6 +16,7 @@ from bonsai_jax.cli import (
     batch,
     bench,
     chat,
+    diff,
     env,
     errors,
     generate,
@@ -91,6 +92,7 @@ COMMANDS = {
     "pull": (pull, "Fetch a model from the Hugging Face Hub."),
     "list": (list_models, "List the models from the Hub that are in the cache."),
     "quantize": (quantize, "Write a model's weights in another format."),
+    "diff": (diff, "Compare two files of a model."),
     "rm": (rm, "Delete models from the cache."),
     "env": (env, "Print versions, devices, memory and folders."),
 }

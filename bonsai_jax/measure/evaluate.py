@@ -65,14 +65,22 @@ class Divergence:
 
     kl        KL(base || this run) of each predicted distribution, in nats
     same_top  1 where both runs give the same token the highest probability, else 0
+    each      the KL divergences themselves, in the order of the text
     """
 
     kl: Mean = dataclasses.field(default_factory=Mean)
     same_top: Mean = dataclasses.field(default_factory=Mean)
+    each: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def add(self, base: Float[np.ndarray, "T V"], log_probs: Float[np.ndarray, "T V"]) -> None:
-        self.kl.add(kl_divergence(base, log_probs))
+        self.each.append(kl_divergence(base, log_probs))
+        self.kl.add(self.each[-1])
         self.same_top.add(base.argmax(-1) == log_probs.argmax(-1))
+
+    def kl_percentile(self, share: float) -> float:
+        """The KL divergence that this share of the tokens, in percent, does not exceed (numpy's linear
+        interpolation)."""
+        return float(np.percentile(np.concatenate(self.each), share))
 
 
 def log_softmax(logits: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:

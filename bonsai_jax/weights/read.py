@@ -134,14 +134,14 @@ def _released(tensors: Sequence[Source]) -> Iterator[np.ndarray]:
 
 def _vector(vector: Vector, naming: str, placement: Placement) -> jax.Array:
     """A small array, float32 [layers, *shape], those of several specs side by side; [*shape] of no layer."""
-    values = [np.stack([_values(t, spec, naming) for t in tensors]) for spec, tensors in vector.tensors]
+    values = [np.stack([vector_values(t, spec, naming) for t in tensors]) for spec, tensors in vector.tensors]
     if vector.kind is None:
         return placement.put(values[0][0], vector.axes)
     return placement.stacked(values, vector.shares, vector.axes)
 
 
-def _values(t: Source, spec: Spec, naming: str) -> np.ndarray:
-    """float32 [*shape], as GGUF files have them."""
+def vector_values(t: Source, spec: Spec, naming: str) -> np.ndarray:
+    """The values of a small array, float32 [*shape], as GGUF files have them."""
     values = formats.values(t.format, t.data).reshape(spec.matched_shape(t.shape))
     if naming == "huggingface":
         values = values.reshape([size for size in values.shape if size > 1] or [1])
