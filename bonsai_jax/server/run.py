@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import math
 import signal
@@ -140,6 +141,8 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
             if not service.draining:
                 log.error("warming up failed: %s", error)
             return
+    gc.collect()
+    gc.freeze()  # else the collector looks at all of jax and the model again and again: 0.1 s in which nothing else runs
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
     if compile:
