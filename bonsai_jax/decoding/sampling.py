@@ -1,6 +1,5 @@
 """From logits to tokens, on the device, each row with its own parameters and key."""
 
-import dataclasses
 import secrets
 from collections.abc import Sequence
 from typing import Any

@@ -142,7 +142,7 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
                 log.error("warming up failed: %s", error)
             return
     gc.collect()
-    gc.freeze()  # else the collector looks at all of jax and the model again and again: 0.1 s in which nothing else runs
+    gc.freeze()  # else a full collection walks all objects of jax and the tokenizer, 0.1 s with the GIL
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
     if compile:

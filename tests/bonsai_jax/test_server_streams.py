@@ -5,19 +5,30 @@ import json
 
 import h11
 import pytest
+from anthropic.types import RawContentBlockDeltaEvent
+from openai.types.responses import (
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseReasoningTextDeltaEvent,
+    ResponseTextDeltaEvent,
+)
 
 import bonsai_jax as bj
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.engine.wakes import _set as setting
-from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from bonsai_jax.protocols.answers import Head, Part, ServerEvent, Template
 from bonsai_jax.server.connections import Chunked
 from bonsai_jax.tokens.answer_parser import Event
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import TINY
 
+HI = {"role": "user", "content": "a"}
+KINDS = [("thought", None), ("answer", None), ("call", "now")]
+ANTHROPIC = [("thinking_delta", "thinking"), ("text_delta", "text"), ("input_json_delta", "partial_json")]
+RESPONSES = [ResponseReasoningTextDeltaEvent, ResponseTextDeltaEvent, ResponseFunctionCallArgumentsDeltaEvent]
+PLACE, TEXT = {"content_index": 0}, {"logprobs": []}
 TEXTS = ['a "quoted" text', "\n\t\\", "é漢🌳", "\ud83c", "\0", "<|im_end|>"]
 
 
@@ -56,6 +67,34 @@ def test_short_events_are_those_with_everything_in_them(options):
             assert choice | {"finish_reason": full["finish_reason"]} == full and len(short) == 1
             assert choice["finish_reason"] is None and choice["index"] == 1
             assert {**short[0], "choices": 0} == {**long[0], "choices": 0}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_deltas_of_agents_protocols_are_whole_events(text):
+    """The second delta of a block or item too, whose numbers are its own."""
+    head = Head("tiny", bj.Tokenizer.from_checkpoint(open_checkpoint(TINY)), 3, key="k", created=1)
+    parts = [Part(0, "", [Event(kind, "", name), *[Event(kind, text)] * 2], [5]) for kind, name in KINDS]
+    message = anthropic_messages.request({"messages": [HI], "max_tokens": 9, "stream": True})
+    stream = anthropic_messages.Stream(message, head)
+    for index, (part, field) in enumerate(zip(parts, ANTHROPIC, strict=True)):
+        deltas = stream.next(part)[-2:]
+        body = {"type": "content_block_delta", "index": index, "delta": {"type": field[0], field[1]: text}}
+        assert [delta.encode() for delta in deltas] == [ServerEvent(body, body["type"]).encode()] * 2
+        RawContentBlockDeltaEvent.model_validate(body, strict=True)
+    stream = openai_responses.Stream(openai_responses.request({"input": "a", "stream": True}), head)
+    numbers = [
+        json.loads(event.encode().partition(b"data: ")[2])["sequence_number"] for event in stream.begin()
+    ]
+    for index, (part, event, more) in enumerate(
+        zip(parts, RESPONSES, (PLACE, PLACE | TEXT, {}), strict=True)
+    ):
+        bodies = [json.loads(own.encode().partition(b"data: ")[2]) for own in stream.next(part)]
+        numbers += [body["sequence_number"] for body in bodies]
+        for body in bodies[-2:]:
+            own = event.model_validate(body, strict=True)
+            assert (own.delta, own.output_index, own.item_id) == (text, index, bodies[-1]["item_id"])
+            assert body.keys() == {"type", "item_id", "delta", "output_index", "sequence_number", *more}
+    assert numbers == [*range(len(numbers))]
 
 
 def exchange(connection: h11.Connection, version: bytes) -> list[bytes]:
