@@ -19,7 +19,7 @@ from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.engine.wakes import _set as setting
 from bonsai_jax.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from bonsai_jax.protocols.answers import Head, Part, ServerEvent, Template
-from bonsai_jax.server.connections import Chunked
+from bonsai_jax.server.connections import CORKED, Chunked, Corked
 from bonsai_jax.tokens.answer_parser import Event
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import TINY
@@ -69,6 +69,10 @@ def test_short_events_are_those_with_everything_in_them(options):
             assert {**short[0], "choices": 0} == {**long[0], "choices": 0}
 
 
+def sent(event: ServerEvent) -> dict:
+    return json.loads(event.encode().partition(b"data: ")[2])
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_deltas_of_agents_protocols_are_whole_events(text):
     """The second delta of a block or item too, whose numbers are its own."""
@@ -82,13 +86,10 @@ def test_deltas_of_agents_protocols_are_whole_events(text):
         assert [delta.encode() for delta in deltas] == [ServerEvent(body, body["type"]).encode()] * 2
         RawContentBlockDeltaEvent.model_validate(body, strict=True)
     stream = openai_responses.Stream(openai_responses.request({"input": "a", "stream": True}), head)
-    numbers = [
-        json.loads(event.encode().partition(b"data: ")[2])["sequence_number"] for event in stream.begin()
-    ]
-    for index, (part, event, more) in enumerate(
-        zip(parts, RESPONSES, (PLACE, PLACE | TEXT, {}), strict=True)
-    ):
-        bodies = [json.loads(own.encode().partition(b"data: ")[2]) for own in stream.next(part)]
+    numbers = [body["sequence_number"] for body in map(sent, stream.begin())]
+    fields = (PLACE, PLACE | TEXT, {})
+    for index, (part, event, more) in enumerate(zip(parts, RESPONSES, fields, strict=True)):
+        bodies = [sent(own) for own in stream.next(part)]
         numbers += [body["sequence_number"] for body in bodies]
         for body in bodies[-2:]:
             own = event.model_validate(body, strict=True)
@@ -116,6 +117,44 @@ def test_parts_are_framed_as_h11_frames_them(version):
     given.next_event(), given.next_event()
     given.send(h11.Response(status_code=200, headers=[("content-length", "2")]))
     assert given.send(h11.Data(data=b"ab")) == b"ab"
+
+
+class Socket(asyncio.Transport):
+    """What is written to it; "closed" when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes: list[bytes | str] = []
+
+    def write(self, data) -> None:
+        self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return "closed" in self.writes
+
+    def close(self) -> None:
+        self.writes.append("closed")
+
+
+def test_what_is_written_in_one_turn_is_sent_together():
+    async def main() -> list[bytes | str]:
+        socket = Socket()
+        corked = Corked(socket, asyncio.get_running_loop())
+        for data in (b"head ", b"", b"first"):
+            corked.write(data)
+        assert not socket.writes
+        await asyncio.sleep(0)
+        corked.write(large := b"x" * (CORKED + 1))  # at once
+        assert socket.writes == [b"head first", large]
+        corked.write(b"last ")
+        corked.write(b"end")
+        corked.close()
+        assert corked.is_closing()
+        corked.write(b"nobody reads this")
+        await asyncio.sleep(0)
+        return socket.writes[2:]
+
+    assert asyncio.run(main()) == [b"last end", "closed"]
 
 
 def test_an_event_loop_is_woken_once_for_all_pieces_of_a_step():
