@@ -85,7 +85,8 @@ class PrefixCache:
             child = node.children.get(chunk) if len(chunk) == self.page_size else None
             if child is None:
                 newest = itertools.islice(reversed(node.children.values()), SIBLINGS)
-                best = max(newest, key=lambda c: _common(c.tokens, chunk), default=None)
+                agreeing = [c for c in newest if c.tokens[0] == chunk[0]]  # few, and `_common` takes a while
+                best = max(agreeing, key=lambda c: _common(c.tokens, chunk), default=None)
                 if best is not None and best.ready and (part := _common(best.tokens, chunk)):
                     match = Match(match.pages, match.tokens + part, best.page)
                 return match
