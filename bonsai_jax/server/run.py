@@ -119,6 +119,7 @@ def serve(
         serving = await server.begun(own)
         tell(f"serving {settings.name} at {place} with a page to chat: {page_url(own)}")
         warming = asyncio.ensure_future(warm(service, compile, tell))
+        warming.add_done_callback(lambda _: _freeze())
         try:
             await serving
         finally:
@@ -127,6 +128,13 @@ def serve(
 
     sys.setswitchinterval(SWITCH_S)
     asyncio.run(run())
+
+
+def _freeze() -> None:
+    """Exempt all objects that exist from Python's garbage collection, which else walks those of jax and the
+    tokenizer again and again: 0.1 s in which no thread runs. For a process that serves until it ends."""
+    gc.collect()
+    gc.freeze()
 
 
 async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> None:
@@ -141,8 +149,6 @@ async def warm(service: Service, compile: bool, tell: Callable[[str], None]) -> 
             if not service.draining:
                 log.error("warming up failed: %s", error)
             return
-    gc.collect()
-    gc.freeze()  # else a full collection walks all objects of jax and the tokenizer, 0.1 s with the GIL
     service.ready = True
     tell(f"ready after {time.perf_counter() - began:.1f} s" if compile else "ready")
     if compile:
