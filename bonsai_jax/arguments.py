@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 MOST = 2**31 - 1  # what an int32 holds
+_NO_DEFAULT = object()
 
 
 def whole(name: str, value: Any, least: int = 0, most: int = MOST) -> int:
@@ -98,9 +99,11 @@ def integers(name: str, value: Any) -> Any:
 
 
 def set_field(config: Any, name: str, check: Callable[..., Any], *bounds: Any) -> None:
-    """Set a field of a frozen config to what one of these checks makes of it."""
-    value = check(f"{type(config).__name__}: {name}", getattr(config, name), *bounds)
-    object.__setattr__(config, name, value)
+    """Set a field of a frozen config to what one of these checks makes of it. The default of its class, which
+    most fields have, passes as it is."""
+    value = getattr(config, name)
+    if value is not getattr(type(config), name, _NO_DEFAULT):
+        object.__setattr__(config, name, check(f"{type(config).__name__}: {name}", value, *bounds))
 
 
 def shown(value: Any) -> str:

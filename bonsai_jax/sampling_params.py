@@ -1,5 +1,6 @@
 """How the tokens of a request are drawn. docs/sampling.md has formulas and sources."""
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -124,6 +125,13 @@ class SamplingParams:
         """Whether it penalizes repetitions by DRY."""
         used = self.dry_multiplier > 0 and self.dry_base >= 1 and self.dry_penalty_last_n != 0
         return used and self.mirostat == 0
+
+
+def seeded(params: SamplingParams, seed: int) -> SamplingParams:
+    """The same with this seed, without checking all the other fields once more."""
+    own = copy.copy(params)
+    object.__setattr__(own, "seed", seed)
+    return own
 
 
 def _biases(name: str, value: Any) -> dict[int, float]:

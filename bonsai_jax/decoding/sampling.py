@@ -1,6 +1,5 @@
 """From logits to tokens, on the device, each row with its own parameters and key."""
 
-import dataclasses
 import secrets
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from bonsai_jax import arguments
-from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.sampling_params import SamplingParams, seeded
 from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
 from pallas_kernels.sampling import Rules, draw
@@ -93,7 +92,7 @@ def sampler(
     """
     if isinstance(params, SamplingParams):
         seed = any_seed() if params.seed is None else params.seed
-        per_row = [dataclasses.replace(params, seed=seed + row) for row in range(rows)]
+        per_row = [seeded(params, seed + row) for row in range(rows)]
     else:
         per_row = checked_list(params)
         if len(per_row) != rows:

@@ -2,7 +2,6 @@
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
@@ -33,7 +32,7 @@ from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
-from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.sampling_params import SamplingParams, seeded
 from bonsai_jax.weights import memory
 
 MOST_ANSWERS = 4096  # of one request
@@ -259,7 +258,7 @@ class Engine:
         answers = [
             self._loop.ask(
                 ids,
-                dataclasses.replace(sampling, seed=seed + index),
+                seeded(sampling, seed + index),
                 **how,
                 priority=priority,
                 logprobs=logprobs,

@@ -87,7 +87,9 @@ class PrefixCache:
         for chunk in self._chunks(tokens[:most]):
             child = node.children.get(chunk) if len(chunk) == self.page_size else None
             if child is None:
-                best = max(self._newest(node), key=lambda c: _common(c.tokens, chunk), default=None)
+                # Few agree in their first token, and `_common` takes a while.
+                agreeing = [c for c in self._newest(node) if c.tokens[0] == chunk[0]]
+                best = max(agreeing, key=lambda c: _common(c.tokens, chunk), default=None)
                 if best is not None and best.ready and (part := _common(best.tokens, chunk)):
                     match = Match(match.pages, match.tokens + part, best.page)
                 return match

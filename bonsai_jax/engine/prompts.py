@@ -18,7 +18,7 @@ from bonsai_jax.model import Model, check_chained, check_model, check_speculate
 from bonsai_jax.network import parallel
 from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.sampling_params import SamplingParams, seeded
 from bonsai_jax.tokens.thoughts import first_thought
 
 Prompt = str | Sequence[int] | Float[Array, "T H"]
@@ -110,7 +110,7 @@ def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) 
     shared = checked_sampling(params)
     if shared.seed is None:
         return [shared] * rows
-    return [dataclasses.replace(shared, seed=shared.seed + row) for row in range(rows)]
+    return [seeded(shared, shared.seed + row) for row in range(rows)]
 
 
 def checked_sampling(params: Any) -> SamplingParams:
@@ -164,9 +164,7 @@ def encode(model: Model, prompt: Prompt, name: str = "a prompt") -> Ids:
             if isinstance(prompt, bytes | Mapping):  # whose bytes and keys would pass for ids
                 raise TypeError
             tokens = np.asarray(prompt).tolist() if isinstance(prompt, jax.Array) else list(prompt)
-            ids = [operator.index(token) for token in tokens]
-            if any(isinstance(token, bool) for token in tokens):
-                raise TypeError
+            ids = tokens if set(map(type, tokens)) == {int} else [_token_id(token) for token in tokens]
         except (TypeError, ValueError):
             raise TypeError(
                 f"{name} is {arguments.shown(prompt)}; give a text, a list of token ids (whole numbers), "
@@ -174,11 +172,18 @@ def encode(model: Model, prompt: Prompt, name: str = "a prompt") -> Ids:
             ) from None
     if not ids:
         raise ValueError(f"{name} is empty; give at least one token")
-    for token in ids:
-        if not 0 <= token < model.config.vocab_size:
-            size = model.config.vocab_size
-            raise ValueError(f"{name}: token {arguments.shown(token)} is beyond the vocabulary of {size}")
+    size = model.config.vocab_size
+    if min(ids) < 0 or max(ids) >= size:
+        token = next(id for id in ids if not 0 <= id < size)
+        raise ValueError(f"{name}: token {arguments.shown(token)} is beyond the vocabulary of {size}")
     return ids
+
+
+def _token_id(token: Any) -> int:
+    """A number of numpy or jax as an int. Raises TypeError for what is no whole number."""
+    if isinstance(token, bool):
+        raise TypeError
+    return operator.index(token)
 
 
 def check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:

@@ -186,8 +186,8 @@ class Scheduler:
             pages.hold(page)
         need = self._pages(total + new - 1) - len(match.pages)
         # Leave a page for each running request that needs more; else one would be pre-empted at once.
-        growth = sum(self._pages(len(r.prompt) + r.max_new_tokens - 1) > len(r.table) for r in device.running)
-        if pages.available < need + growth:
+        plenty = pages.available >= need + len(device.running)  # `_growing` looks at all of them
+        if not plenty and pages.available < need + self._growing(device):
             for page in reversed(shared):
                 pages.release(page, keep=True)
             return False
@@ -207,6 +207,10 @@ class Scheduler:
         whole = tokens[: self._page_floor(len(tokens))]
         device.prefix.insert(whole, request.table, ready=False, owner=request.owner)
         return True
+
+    def _growing(self, device: Device) -> int:
+        """How many running requests need more pages than they have."""
+        return sum(self._pages(len(r.prompt) + r.max_new_tokens - 1) > len(r.table) for r in device.running)
 
     def _release(self, request: Request, read_all: bool = False) -> None:
         """Take row and pages from a running request. read_all: as for `end`."""

@@ -120,17 +120,19 @@ class ServerEvent(NamedTuple):
 
 
 class Template:
-    """JSON of bodies that differ in one text, which is HOLE here and not followed by texts of others. Most
-    events of a stream are such: to write a whole body takes ten times as long."""
+    """JSON of bodies that differ in one text, which is HOLE here and not followed by texts of others, and in
+    numbers at their ends. Most events of a stream are such: to write a whole body takes ten times as long."""
 
     HOLE = "\0"
 
     def __init__(self, body: dict[str, Any], name: str | None = None):
-        self._before, _, self._after = json.dumps(body).rpartition(json.dumps(self.HOLE))
-        self._name = name
+        self._before, _, after = json.dumps(body).rpartition(json.dumps(self.HOLE))
+        self._after, self._name = after.removesuffix("}"), name
 
-    def event(self, text: str) -> ServerEvent:
-        return ServerEvent(f"{self._before}{json.dumps(text)}{self._after}", self._name)
+    def event(self, text: str, **numbers: int) -> ServerEvent:
+        """numbers: further fields of the body"""
+        fields = "".join([f', "{name}": {number}' for name, number in numbers.items()])
+        return ServerEvent(f"{self._before}{json.dumps(text)}{self._after}{fields}}}", self._name)
 
 
 class Parser:

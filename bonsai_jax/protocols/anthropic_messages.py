@@ -10,7 +10,7 @@ from typing import Any
 
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols import anthropic_content, fields, tools
-from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.request import Request
@@ -115,6 +115,7 @@ class Stream:
     def __init__(self, request: Request, head: Head):
         self._request, self._head = request, head
         self._index, self._open = -1, ""  # the block that is being written, and its kind
+        self._more: Template | None = None  # of its text
         self._called = False
         self._end: tuple[str, str | None] = ("end_turn", None)
 
@@ -146,25 +147,28 @@ class Stream:
             self._index, self._open = self._index + 1, event.kind
             self._called = self._called or event.kind == "call"
             events.append(_event("content_block_start", index=self._index, content_block=_empty(event)))
-        if event.text:
             kind, key = DELTAS[event.kind]
-            events.append(self._delta({"type": kind, key: event.text}))
+            self._more = Template(self._delta({"type": kind, key: Template.HOLE}), DELTA)
+        if event.text and self._more is not None:
+            events.append(self._more.event(event.text))
         return events
 
     def _close(self) -> list[ServerEvent]:
         """The end of the block that is being written."""
         if not self._open:
             return []
-        signed = (
-            [self._delta({"type": "signature_delta", "signature": ""})] if self._open == "thought" else []
-        )
+        signed = []
+        if self._open == "thought":
+            signed = [ServerEvent(self._delta({"type": "signature_delta", "signature": ""}), DELTA)]
         self._open = ""
         return [*signed, _event("content_block_stop", index=self._index)]
 
-    def _delta(self, delta: dict[str, Any]) -> ServerEvent:
-        return _event("content_block_delta", index=self._index, delta=delta)
+    def _delta(self, delta: dict[str, Any]) -> dict[str, Any]:
+        """The body of an event DELTA."""
+        return {"type": DELTA, "index": self._index, "delta": delta}
 
 
+DELTA = "content_block_delta"
 DELTAS = {
     "answer": ("text_delta", "text"),
     "thought": ("thinking_delta", "thinking"),

@@ -187,7 +187,7 @@ def ids(name: str, value: Any) -> list[int]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 def prompt(name: str, value: Any) -> list[Any]:

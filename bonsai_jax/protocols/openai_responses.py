@@ -9,7 +9,7 @@ from typing import Any
 from bonsai_jax import constraints
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols import fields, openai, responses_input, tools
-from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Usage
+from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
@@ -92,6 +92,7 @@ class Stream:
     def __init__(self, request: Request, head: Head):
         self._request, self._head = request, head
         self._items: list[Item] = []
+        self._more: Template | None = None  # of the last item's text
         self._number, self._status = 0, "completed"
 
     def begin(self) -> list[ServerEvent]:
@@ -107,8 +108,11 @@ class Stream:
                 events += self._done()
                 self._items.append(item(event._replace(text="")))
                 events += self._about(self._items[-1].begin())
-            if event.text:
-                events += self._about([self._items[-1].more(event.text)])
+                name, data = self._items[-1].delta(Template.HOLE)
+                self._more = Template({"type": name, **data, **self._place}, name)
+            if event.text and self._more is not None:
+                self._items[-1].text += event.text
+                events.append(self._more.event(event.text, sequence_number=self._next_number()))
         if part.finish_reason is not None:
             self._status = _status(part.finish_reason)
         return events
@@ -128,12 +132,19 @@ class Stream:
         return self._about(self._items[-1].end(self._status)) if self._items else []
 
     def _about(self, events: list[tuple[str, dict[str, Any]]]) -> list[ServerEvent]:
-        index = {"output_index": len(self._items) - 1}
-        return [self._event(name, data | index) for name, data in events]
+        return [self._event(name, data | self._place) for name, data in events]
+
+    @property
+    def _place(self) -> dict[str, int]:
+        """Of the last item."""
+        return {"output_index": len(self._items) - 1}
 
     def _event(self, name: str, data: dict[str, Any]) -> ServerEvent:
+        return ServerEvent({"type": name, **data, "sequence_number": self._next_number()}, name)
+
+    def _next_number(self) -> int:
         self._number += 1
-        return ServerEvent({"type": name, **data, "sequence_number": self._number - 1}, name)
+        return self._number - 1
 
 
 def _status(reason: str | None) -> str:

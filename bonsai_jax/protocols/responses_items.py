@@ -1,6 +1,6 @@
 """Items of the output of OpenAI's responses: thoughts, a message, a call of a function.
 
-An item is written whole, or as events: begin(), more(text) again and again, end(status). Each event is its
+An item is written whole, or as events: begin(), delta(text) again and again, end(status). Each event is its
 name and its data, without the item's place in the output.
 """
 
@@ -25,8 +25,8 @@ class Item(abc.ABC):
     def begin(self) -> list[tuple[str, Data]]:
         return [("response.output_item.added", {"item": self._item("in_progress")})]
 
-    def more(self, text: str) -> tuple[str, Data]:
-        self.text += text
+    def delta(self, text: str) -> tuple[str, Data]:
+        """The event of more text, which is not in `text` yet."""
         return f"{self._event}.delta", self._place() | self._delta(text)
 
     def end(self, status: str) -> list[tuple[str, Data]]:

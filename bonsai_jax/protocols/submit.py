@@ -66,7 +66,7 @@ def submissions(request: Request, model: Model, defaults: Defaults) -> list[Subm
     thinks = (defaults.template | request.template).get("enable_thinking") is not False
     each_constraint = [constraint(request, model, ids, thinks) for ids, _ in prompts]
     lengths = [_new_tokens(request, len(ids), defaults) for ids, _ in prompts]
-    sampling = dataclasses.replace(defaults.sampling, **request.sampling)
+    sampling = SamplingParams(**vars(defaults.sampling) | request.sampling)
     check_breakers(sampling, model)
     each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
     how = {"stop": request.stop, "ignore_eos": request.ignore_eos, "logprobs": request.logprobs}

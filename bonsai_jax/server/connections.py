@@ -7,6 +7,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 20.0  # in which the head of a request must arrive
+CORKED = 2**16  # bytes that are not held back any longer
 
 
 class Chunked(h11.Connection):
@@ -25,6 +26,41 @@ class Chunked(h11.Connection):
         return out
 
 
+class Corked:
+    """A transport that sends together what is written in one turn of the event loop, such as a head and the
+    first part of a stream, or the last part and the end: each write of a socket is a system call."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop):
+        self._transport, self._loop = transport, loop
+        self._parts: list[bytes] = []
+        self._size = 0
+
+    def write(self, data: bytes) -> None:
+        if not data:
+            return
+        if not self._parts:
+            self._loop.call_soon(self._flush)
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size > CORKED:  # so that the transport tells a fast writer to wait
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def _flush(self) -> None:
+        parts, self._parts, self._size = self._parts, [], 0
+        if parts and not self._transport.is_closing():
+            self._transport.write(b"".join(parts))
+
+
 class Connection(H11Protocol):
     """A connection that is closed when the head of a request does not arrive in time: uvicorn limits only the
     time between requests, and a head that never ends would hold its socket."""
@@ -37,6 +73,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        self.transport = Corked(transport, self.loop)  # pyrefly: ignore[bad-assignment] (what uvicorn uses)
         self._await_head()
 
     def data_received(self, data: bytes) -> None:

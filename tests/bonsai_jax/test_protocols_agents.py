@@ -195,7 +195,8 @@ def streamed(protocol, request, text: str, cuts: list[int], reason: str) -> list
     events = [*stream.begin()]
     for part in parts(request, text, cuts, reason):
         events += stream.next(part)
-    return [event.data for event in [*events, *stream.end(Usage(3, 1, 2))]]
+    every = [*events, *stream.end(Usage(3, 1, 2))]
+    return [json.loads(event.data) if isinstance(event.data, str) else event.data for event in every]
 
 
 def bare(value):

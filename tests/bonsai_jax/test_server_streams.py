@@ -5,19 +5,30 @@ import json
 
 import h11
 import pytest
+from anthropic.types import RawContentBlockDeltaEvent
+from openai.types.responses import (
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseReasoningTextDeltaEvent,
+    ResponseTextDeltaEvent,
+)
 
 import bonsai_jax as bj
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.engine.wakes import _set as setting
-from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.protocols import anthropic_messages, openai_chat, openai_completions, openai_responses
 from bonsai_jax.protocols.answers import Head, Part, ServerEvent, Template
-from bonsai_jax.server.connections import Chunked
+from bonsai_jax.server.connections import CORKED, Chunked, Corked
 from bonsai_jax.tokens.answer_parser import Event
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import TINY
 
+HI = {"role": "user", "content": "a"}
+KINDS = [("thought", None), ("answer", None), ("call", "now")]
+ANTHROPIC = [("thinking_delta", "thinking"), ("text_delta", "text"), ("input_json_delta", "partial_json")]
+RESPONSES = [ResponseReasoningTextDeltaEvent, ResponseTextDeltaEvent, ResponseFunctionCallArgumentsDeltaEvent]
+PLACE, TEXT = {"content_index": 0}, {"logprobs": []}
 TEXTS = ['a "quoted" text', "\n\t\\", "é漢🌳", "\ud83c", "\0", "<|im_end|>"]
 
 
@@ -58,6 +69,35 @@ def test_short_events_are_those_with_everything_in_them(options):
             assert {**short[0], "choices": 0} == {**long[0], "choices": 0}
 
 
+def sent(event: ServerEvent) -> dict:
+    return json.loads(event.encode().partition(b"data: ")[2])
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_deltas_of_agents_protocols_are_whole_events(text):
+    """The second delta of a block or item too, whose numbers are its own."""
+    head = Head("tiny", bj.Tokenizer.from_checkpoint(open_checkpoint(TINY)), 3, key="k", created=1)
+    parts = [Part(0, "", [Event(kind, "", name), *[Event(kind, text)] * 2], [5]) for kind, name in KINDS]
+    message = anthropic_messages.request({"messages": [HI], "max_tokens": 9, "stream": True})
+    stream = anthropic_messages.Stream(message, head)
+    for index, (part, field) in enumerate(zip(parts, ANTHROPIC, strict=True)):
+        deltas = stream.next(part)[-2:]
+        body = {"type": "content_block_delta", "index": index, "delta": {"type": field[0], field[1]: text}}
+        assert [delta.encode() for delta in deltas] == [ServerEvent(body, body["type"]).encode()] * 2
+        RawContentBlockDeltaEvent.model_validate(body, strict=True)
+    stream = openai_responses.Stream(openai_responses.request({"input": "a", "stream": True}), head)
+    numbers = [body["sequence_number"] for body in map(sent, stream.begin())]
+    fields = (PLACE, PLACE | TEXT, {})
+    for index, (part, event, more) in enumerate(zip(parts, RESPONSES, fields, strict=True)):
+        bodies = [sent(own) for own in stream.next(part)]
+        numbers += [body["sequence_number"] for body in bodies]
+        for body in bodies[-2:]:
+            own = event.model_validate(body, strict=True)
+            assert (own.delta, own.output_index, own.item_id) == (text, index, bodies[-1]["item_id"])
+            assert body.keys() == {"type", "item_id", "delta", "output_index", "sequence_number", *more}
+    assert numbers == [*range(len(numbers))]
+
+
 def exchange(connection: h11.Connection, version: bytes) -> list[bytes]:
     """What a server sends of a stream, part by part."""
     connection.receive_data(b"POST / HTTP/%b\r\nHost: a\r\nContent-Length: 0\r\n\r\n" % version)
@@ -77,6 +117,44 @@ def test_parts_are_framed_as_h11_frames_them(version):
     given.next_event(), given.next_event()
     given.send(h11.Response(status_code=200, headers=[("content-length", "2")]))
     assert given.send(h11.Data(data=b"ab")) == b"ab"
+
+
+class Socket(asyncio.Transport):
+    """What is written to it; "closed" when it is closed."""
+
+    def __init__(self):
+        super().__init__()
+        self.writes: list[bytes | str] = []
+
+    def write(self, data) -> None:
+        self.writes.append(data)
+
+    def is_closing(self) -> bool:
+        return "closed" in self.writes
+
+    def close(self) -> None:
+        self.writes.append("closed")
+
+
+def test_what_is_written_in_one_turn_is_sent_together():
+    async def main() -> list[bytes | str]:
+        socket = Socket()
+        corked = Corked(socket, asyncio.get_running_loop())
+        for data in (b"head ", b"", b"first"):
+            corked.write(data)
+        assert not socket.writes
+        await asyncio.sleep(0)
+        corked.write(large := b"x" * (CORKED + 1))  # at once
+        assert socket.writes == [b"head first", large]
+        corked.write(b"last ")
+        corked.write(b"end")
+        corked.close()
+        assert corked.is_closing()
+        corked.write(b"nobody reads this")
+        await asyncio.sleep(0)
+        return socket.writes[2:]
+
+    assert asyncio.run(main()) == [b"last end", "closed"]
 
 
 def test_an_event_loop_is_woken_once_for_all_pieces_of_a_step():
