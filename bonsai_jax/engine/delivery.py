@@ -84,9 +84,9 @@ def piece(answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Pie
     complete = matcher is not None and matcher.complete
     ended = len(request.said) >= request.max_new_tokens
     if answer.began:
-        return answer.reader.read(tokens, ended, scores, steps, complete)
+        return answer.reader.read(tokens, ended, scores, steps, complete, answer.version)
     answer.began = True
-    first = answer.reader.read(tokens, ended, scores, 0, complete)
+    first = answer.reader.read(tokens, ended, scores, 0, complete, answer.version)
     return dataclasses.replace(first, cached_tokens=answer.cached)
 
 

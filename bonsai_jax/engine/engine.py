@@ -1,6 +1,7 @@
 """Many requests at once: `Engine` takes them from any thread, `Handle` gives their answers."""
 
 import atexit
+import concurrent.futures
 import contextlib
 import dataclasses
 import inspect
@@ -26,9 +27,11 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.updates import fitting
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.sampling_params import SamplingParams
@@ -184,6 +187,46 @@ class Engine:
             tokens = self.model.tokenizer, self.model.config.vocab_size
             threading.Thread(target=constraints.prepare, args=tokens, name="bonsai-jax tokens").start()
             self._send(self._loop.compile_constrained)
+
+    @property
+    def version(self) -> int:
+        """How often `update_params` has replaced the weights."""
+        return self._loop.version
+
+    def update_params(self, params: Params, *, restart: bool = False) -> int:
+        """Go on with other weights of the same structure, between two steps. No request is lost. Returns the
+        new `version` when later steps run with them.
+
+        params    like engine.model.params: the same fields, formats, shapes and types, as a training step
+                  makes them of dense weights, or `load` of another file. Arrays that lie elsewhere are copied
+                  to where the engine's lie, others are shared with the caller, who must not donate them
+        restart   running answers read their prompts and their tokens so far again, with the new weights. Else
+                  they go on from their next token; their keys, values and states so far remain those of the
+                  old weights
+
+        Requests that have no row yet are answered by the new weights alone. Cached beginnings of prompts are
+        forgotten. `Piece.version` and `Output.versions` say which weights drew a token. The engine lets go of
+        the old arrays; both are in memory until then. Any thread may call it. It waits for the dispatch of
+        steps that are planned, so in a coroutine use `await asyncio.to_thread(engine.update_params, params)`.
+
+        Raises TypeError for what is no Params, ValueError for another structure, which names the first array
+        that differs, and RuntimeError where the engine is closed or has failed. It then runs as before.
+        """
+        restart = flag("update_params: restart", restart)
+        params = fitting(params, self.model.params)
+        swapped: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def swap() -> None:
+            try:
+                model = dataclasses.replace(self.model, params=params)
+                self._loop.use(model, restart)
+                self.model = model
+                swapped.set_result(self.version)
+            except Exception as error:
+                swapped.set_exception(error)
+
+        self._send(swap)
+        return swapped.result()
 
     def submit(
         self,

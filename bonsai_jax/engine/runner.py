@@ -304,13 +304,13 @@ class Runner:
 
     def dispatch(self, call: Call) -> Dispatch:
         """Run the call, after all calls before."""
-        started = threading.Event()
+        started, params = threading.Event(), self.model.params
 
         def run():
             started.set()
             program = self._programs(call).get(call)
             pool = self._pool.replace(**{part: self._parts[part] for part in call.parts})
-            pool, *drawn = program(self.model.params, pool, *call.placed(self.model.mesh))
+            pool, *drawn = program(params, pool, *call.placed(self.model.mesh))
             self._parts |= {part: getattr(pool, part) for part in call.parts}
             self._pool = pool.replace(**dict.fromkeys(call.parts))
             if jax.process_count() == 1:
@@ -330,6 +330,14 @@ class Runner:
         a late dispatch leaves the device idle."""
         if not isinstance(self._thread, Caller):
             dispatch.started.wait()
+
+    def use(self, model: Model) -> None:
+        """Run calls that are dispatched from now on with the weights of this model, whose structure is the
+        same. Waits for the calls before, so that none needs the weights before."""
+        self.model = model
+        for programs in (self.programs, *self._others.values()):
+            programs.model = model
+        self._thread.submit(lambda: None).result()
 
     def reset(self) -> None:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
