@@ -92,4 +92,6 @@ def piece(answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Pie
 
 def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:
     """Logprobs of one row, with n alternatives."""
-    return scores.replace(token=scores.token[row], ids=scores.ids[row, :, :n], top=scores.top[row, :, :n])
+    ids, top = scores.ids[row, :, :n], scores.top[row, :, :n]
+    sampled = None if scores.sampled is None else scores.sampled[row]
+    return scores.replace(token=scores.token[row], ids=ids, top=top, sampled=sampled)

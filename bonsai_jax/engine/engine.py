@@ -58,6 +58,8 @@ class Engine:
                  request that came last waits, and later continues where it was
     context      most tokens of a prompt and its answer; None: run.context
     logprobs     most alternatives that a request may ask for; None: no request gets log-probabilities
+    sampled_logprobs   answers with log-probabilities also have those of their tokens after penalties,
+                 truncations and temperature: Logprobs.sampled
     logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
@@ -81,6 +83,7 @@ class Engine:
         pages: int | None = None,
         context: int | None = None,
         logprobs: int | None = None,
+        sampled_logprobs: bool = False,
         logit_biases: int = 16,
         speculate: str | None = None,
         taps: Taps | None = None,
@@ -93,9 +96,9 @@ class Engine:
         self.model = model
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
-            logit_biases=logit_biases, speculate=speculate, taps=taps, logits_processor=logits_processor,
-            checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
-            reproducible=reproducible,
+            sampled_logprobs=sampled_logprobs, logit_biases=logit_biases, speculate=speculate, taps=taps,
+            logits_processor=logits_processor, checkpoints=checkpoints, max_wait_s=max_wait_s,
+            prefill_tokens=prefill_tokens, reproducible=reproducible,
         )  # fmt: skip
         self._wakes = Wakes()
         self._loop = Loop(model, self.options, threaded=True, together=self._wakes.together)
@@ -390,8 +393,8 @@ class Engine:
 
 
 def _options(
-    model: Model, *, max_batch_size, pages, context, logprobs, logit_biases, speculate, taps,
-    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible,
+    model: Model, *, max_batch_size, pages, context, logprobs, sampled_logprobs, logit_biases, speculate,
+    taps, logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible,
 ) -> Options:  # fmt: skip
     """The arguments of an Engine, checked, and with every default filled in."""
     check_model(model)
@@ -405,6 +408,9 @@ def _options(
     pages = count("pages", pages, enough)
     logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
     logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
+    sampled_logprobs = flag("Engine: sampled_logprobs", sampled_logprobs)
+    if sampled_logprobs and logprobs is None:
+        raise ValueError("Engine: sampled_logprobs needs logprobs; give logprobs=0 or more, too")
     checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
     asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
     rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
@@ -413,6 +419,7 @@ def _options(
         max_batch_size,
         pages,
         context,
+        sampled_logprobs=sampled_logprobs,
         biases=1 << (logit_biases - 1).bit_length(),
         max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
         prefill_tokens=count("prefill_tokens", prefill_tokens, 0),

@@ -80,6 +80,7 @@ class Options:
     pages: int
     context: int
     logprobs: int | None = None
+    sampled_logprobs: bool = False
     speculate: str | None = None
     taps: Taps | None = None
     logits_processor: LogitsProcessor | None = None
@@ -413,7 +414,8 @@ class Runner:
         )  # fmt: skip
         biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
-        return start_state(model, cache, room, 0, speculate=o.speculate)
+        state = start_state(model, cache, room, 0, speculate=o.speculate)
+        return state.replace(sampler=state.sampler.replace(scored=o.sampled_logprobs))
 
     def _empty_part(self, part: str) -> Any:
         if part == "hidden":

@@ -1,5 +1,6 @@
-"""Engine.update_params: other weights between two steps. No request is lost, and each token is that of the
-weights which its answer says have drawn it."""
+"""What training needs of an engine: other weights between two steps (update_params), by which no request is
+lost and each token is that of the weights which its answer says have drawn it; and log-probabilities of tokens
+as `forward` has them, and as they were drawn."""
 
 import asyncio
 import contextlib
@@ -20,6 +21,7 @@ from bonsai_jax.engine.prefix import PrefixCache
 from bonsai_jax.network.params import Params
 from pallas_kernels import dequantize, for_device, quantize
 from tests.bonsai_jax.test_engine import assert_all_pages_are_back, prompt, tiny
+from tests.bonsai_jax.test_sampling import kept_by_sorting
 from tests.bonsai_jax.tokens import assert_same
 
 SHAPE = {"max_batch_size": 4, "context": 64, "prefill_tokens": 32, "pages": 13, "logprobs": 0}
@@ -81,8 +83,8 @@ def forward_logprobs(params, tokens, lengths, config):
 
 
 def explained(ids: list[list[int]], outputs: list[bj.Output], greedy: list[bool]) -> np.ndarray:
-    """Check that `forward` with the weights of each token's version, on all tokens before it, gives the greedy
-    token. Returns log p(token) of `forward` less the engine's, of all tokens."""
+    """Check that `forward` with the weights of each token's version, on all tokens before it, gives the
+    greedy token. Returns log p(token) of `forward` less the engine's, of all tokens."""
     texts = np.zeros((len(ids), 64), np.int32)
     for row, prompt_ids, out in zip(texts, ids, outputs, strict=True):
         text = [*prompt_ids, *out.tokens]
@@ -276,3 +278,100 @@ def test_a_cleared_prefix_cache_knows_nothing_and_frees_what_has_no_holder():
     assert (cache.pages.available, cache.pages.idle) == (6, 0)
     assert (cache.checkpoints.available, cache.checkpoints.idle) == (3, 0)
     assert len({*cache.pages.take(6)}) == 6 and len({*cache.checkpoints.take(3)}) == 3
+
+
+AS_SAMPLED = [
+    GREEDY,
+    bj.SamplingParams(temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, seed=1),
+    bj.SamplingParams(temperature=1.3, top_k=30, top_p=0.8, min_p=0.01, seed=2),
+    bj.SamplingParams(
+        temperature=0.9, top_k=0, top_p=0.9, min_p=0.0, seed=3, repetition_penalty=1.3, presence_penalty=0.4,
+        frequency_penalty=0.2, logit_bias={7: 3.0, 11: -50.0},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"speculate": "ngram"}, marks=pytest.mark.slow)], ids=str
+)
+def test_log_probabilities_as_sampled(options):
+    """Beside those of the model's own distribution: of the one that a token was drawn from, in numpy from the
+    logits of `forward`."""
+    with engine_with(0, sampled_logprobs=True, **options) as engine:
+        handles = [
+            engine.submit(ids, params, max_new_tokens=20, **HOW)
+            for ids, params in zip(PROMPTS, AS_SAMPLED, strict=True)
+        ]
+        outputs = [handle.result(60) for handle in handles]
+    assert abs(explained(PROMPTS, outputs, [True, False, False, False])).max() < 1e-3
+    for ids, params, out in zip(PROMPTS, AS_SAMPLED, outputs, strict=True):
+        want = _as_sampled(ids, out.tokens, params)
+        np.testing.assert_allclose(out.logprobs.sampled, want, atol=1e-4)
+        assert (params is GREEDY) or not np.allclose(out.logprobs.sampled, out.logprobs.token, atol=1e-2)
+
+
+def _penalized(params: bj.SamplingParams, x: np.ndarray, ids: list[int], answer: list[int]) -> np.ndarray:
+    x = x.copy()
+    seen, counts = list({*ids, *answer}), np.bincount(answer, minlength=len(x))
+    x[seen] = np.where(x[seen] > 0, x[seen] / params.repetition_penalty, x[seen] * params.repetition_penalty)
+    x -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    for token, bias in params.logit_bias.items():
+        x[token] += bias
+    return x
+
+
+def _as_sampled(ids: list[int], tokens: list[int], params: bj.SamplingParams) -> list[float]:
+    text = np.zeros((len(PROMPTS), 64), np.int32)
+    text[0, : len(ids) + len(tokens)] = [*ids, *tokens]
+    lengths = jnp.array([len(ids) + len(tokens)] * len(PROMPTS))
+    logits = np.asarray(forward_logprobs(weights(0), text, lengths, tiny().config)[1])[0].astype(np.float64)
+    out = []
+    for i, token in enumerate(tokens):
+        x = _penalized(params, logits[len(ids) - 1 + i], ids, tokens[:i])
+        scores = np.full(len(x), -np.inf)
+        left = sorted(kept_by_sorting(x, params))
+        scores[left] = x[left] / (params.temperature or 1)
+        scores -= np.log(np.exp(scores - scores.max()).sum()) + scores.max()
+        out.append(scores[token] if params.temperature else 0.0)
+    return out
+
+
+def test_log_probabilities_as_sampled_need_log_probabilities():
+    with pytest.raises(ValueError, match=r"sampled_logprobs needs logprobs; give logprobs=0"):
+        bj.Engine(tiny(), sampled_logprobs=True)
+    with engine_with(0) as engine:
+        assert engine.submit([1], GREEDY, max_new_tokens=2, **HOW).result(60).logprobs.sampled is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "change", [{"mirostat": 2}, {"typical_p": 0.6, "top_k": 50}, {"dry_multiplier": 0.8}], ids=str
+)
+def test_log_probabilities_as_sampled_by_other_samplers(change):
+    """They belong to one distribution: those of a token that was drawn often enough are its frequency."""
+    params = bj.SamplingParams(temperature=1.0, top_p=1.0, **{"top_k": 0, "min_p": 0.0, **change})
+    with engine_with(0, sampled_logprobs=True) as engine:
+        handle = engine.submit(PROMPTS[0], params, max_new_tokens=1, n=2000, **HOW)
+        outputs = handle.results(300)
+    tokens, scores = (
+        np.array([x[0] for x in xs])
+        for xs in zip(*[(o.tokens, o.logprobs.sampled) for o in outputs], strict=True)
+    )
+    _, first, counts = np.unique(tokens, return_index=True, return_counts=True)
+    chance = np.exp(scores[first])
+    assert chance.sum() <= 1 + 1e-4
+    spread = np.sqrt(chance * (1 - chance) / len(tokens))
+    assert (abs(counts / len(tokens) - chance) < 5 * spread + 1e-3).all()
+
+
+@pytest.mark.slow
+def test_log_probabilities_as_sampled_under_a_mask():
+    with engine_with(0, sampled_logprobs=True) as engine:
+        some = bj.choice(["a", "b"])
+        outputs = engine.submit(
+            [1, 2, 3], SAMPLED, max_new_tokens=4, n=8, logprobs=0, constraint=some
+        ).results(300)
+        free = engine.submit([1, 2, 3], SAMPLED, max_new_tokens=1, logprobs=0).result(60)
+    by_text = {out.text: float(np.exp(out.logprobs.sampled[0])) for out in outputs}
+    assert sum(by_text.values()) == pytest.approx(1, abs=1e-4) or len(by_text) == 1
+    assert free.logprobs.sampled[0] < 0
