@@ -157,10 +157,8 @@ def decode(
         return i + 1, state, jax.tree.map(lambda out, new: out.at[:, i].set(new), out, tuple(drawn))
 
     shape = state.tokens.shape[0], size
-    tokens, scores = (
-        jnp.full(shape, NO_TOKEN, jnp.int32),
-        sampling.no_logprobs(shape, logprobs, state.sampler.scored),
-    )
+    tokens = jnp.full(shape, NO_TOKEN, jnp.int32)
+    scores = sampling.no_logprobs(shape, logprobs, state.sampler.scored)
     if size > 0:
         carry = 0, state, (tokens, scores)
         _, state, (tokens, scores) = jax.lax.while_loop(unfinished, body, carry)
