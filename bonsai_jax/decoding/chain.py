@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.decoding import breakers, dry, truncations
 from bonsai_jax.decoding.dry import Dry
-from bonsai_jax.decoding.sampling import Sampler, rules
+from bonsai_jax.decoding.sampling import Sampler, rules, sampled_logprobs
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from pallas_kernels import serializable
@@ -131,21 +131,27 @@ def sample(
     stop_ids: Int[Array, "B S"],
     running: Bool[Array, "B"],
     allowed: UInt32[Array, "B words"] | None = None,
-) -> tuple[Int[Array, "B"], Sampler, Chain]:
-    """sampling.sample for rows of which some use the chain. running: rows that draw."""
+    scored: bool = False,
+) -> tuple[Int[Array, "B"], Sampler, Chain, Float[Array, "B"] | None]:
+    """sampling.sample for rows of which some use the chain.
+
+    running  rows that draw
+    scored   return sampling.sampled_logprobs too, else None. XTC's are those after its own draw, whether the
+             likeliest are left out
+    """
     own, keys, used = rules(s, allowed), jax.random.key_data(s.keys)[:, :2], chain.used
     logits = logits.astype(jnp.float32)
     left, temperature = remaining(chain, own, logits, positions, stop_ids, keys)
-    tokens, seen, counts = draw(
-        jnp.where(used[:, None], left, logits), _drawing(own, used, temperature), keys, positions, impl=s.impl
-    )
+    drawn_from, how = jnp.where(used[:, None], left, logits), _drawing(own, used, temperature)
+    tokens, seen, counts = draw(drawn_from, how, keys, positions, impl=s.impl)
+    scores = sampled_logprobs(how, drawn_from, tokens) if scored else None
     log_p = truncations.log_probabilities(left)
     surprise = -jnp.take_along_axis(log_p, jnp.maximum(tokens, 0)[:, None], 1)[:, 0] / jnp.log(2.0)
     follows = used & (chain.mirostat > 0) & running & (tokens >= 0)
     mu = chain.mu - chain.mirostat_eta * (surprise - chain.mirostat_tau)
     chain = note(chain, tokens[:, None], positions, (running & (tokens >= 0))[:, None])
     chain = chain.replace(mu=jnp.where(follows, mu, chain.mu), drawn=chain.drawn + running)
-    return tokens, s.replace(seen=seen, counts=counts), chain
+    return tokens, s.replace(seen=seen, counts=counts), chain, scores
 
 
 def _drawing(own: Rules, used: Bool[Array, "B"], temperature: Float[Array, "B"]) -> Rules:

@@ -15,7 +15,7 @@ from bonsai_jax import arguments
 from bonsai_jax.sampling_params import SamplingParams, seeded
 from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
-from pallas_kernels.sampling import Rules, draw
+from pallas_kernels.sampling import Rules, draw, reference
 
 NOTHING_TO_DRAW = "no token can be drawn: logits are NaN or infinite, or every token is banned"
 
@@ -32,6 +32,7 @@ class Sampler(struct.PyTreeNode):
     seen        bool [B, V]: the token is in the prompt or the answer
     counts      int32 [B, V]: times it is in the answer
     impl        the kernel that draws (pallas_kernels.sampling), chosen for the default device
+    scored      whether Logprobs, where they are asked for, have `sampled`
     """
 
     temperature: Float[Array, "B"]
@@ -48,21 +49,26 @@ class Sampler(struct.PyTreeNode):
     seen: Bool[Array, "B V"]
     counts: Int[Array, "B V"]
     impl: str = struct.field(pytree_node=False, default="reference")
+    scored: bool = struct.field(pytree_node=False, default=False)
 
 
 @serializable
 class Logprobs(struct.PyTreeNode):
-    """Log-probabilities, in nats, of the model's own distribution: log_softmax of its logits, before any
-    processor, penalty or temperature.
+    """Log-probabilities, in nats. `token` and `top` are of the model's own distribution: log_softmax of its
+    logits, before any processor, penalty or temperature.
 
     token   float32 [...], of each drawn token
     ids     int32 [..., n], the n likeliest tokens in its place, the likeliest first
     top     float32 [..., n], of these
+    sampled float32 [...], of each drawn token in the distribution that it was drawn from, after processor,
+            penalties, biases, mask, truncations and temperature; 0 where the likeliest is taken. None unless
+            asked for (Sampler.scored)
     """
 
     token: Float[Array, "*shape"]
     ids: Int[Array, "*shape n"]
     top: Float[Array, "*shape n"]
+    sampled: Float[Array, "*shape"] | None = None
 
 
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], n: int | None) -> Logprobs | None:
@@ -74,11 +80,26 @@ def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], n: int 
     return Logprobs(jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0], ids, top)
 
 
-def no_logprobs(shape: tuple[int, ...], n: int | None) -> Logprobs | None:
-    """Zeros of this shape, to be filled in; None for n=None."""
+def no_logprobs(shape: tuple[int, ...], n: int | None, scored: bool) -> Logprobs | None:
+    """Zeros of this shape, to be filled in; None for n=None. scored: with `sampled`."""
     if n is None:
         return None
-    return Logprobs(jnp.zeros(shape), jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
+    sampled = jnp.zeros(shape) if scored else None
+    return Logprobs(jnp.zeros(shape), jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)), sampled)
+
+
+def sampled_logprobs(own: Rules, logits: Float[Array, "B V"], tokens: Int[Array, "B"]) -> Float[Array, "B"]:
+    """log p(token) of tokens that were drawn from these logits by these rules.
+
+    log_softmax(logits' / temperature over the tokens that truncation keeps)[token],  0 for temperature 0
+
+    with logits' after penalties and bias. A number without meaning for NO_TOKEN.
+    """
+    left = reference.penalize(own, logits.astype(jnp.float32))
+    heat = jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None]
+    scores = jax.nn.log_softmax(jnp.where(reference.truncate(own, left), left / heat, -jnp.inf))
+    drawn = jnp.take_along_axis(scores, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
+    return jnp.where(own.temperature > 0, drawn, 0.0)
 
 
 def sampler(
@@ -211,6 +232,18 @@ def sample_each(
     """`sample` at T positions of each row, with a sampler from `foresee`. Does not update the sampler."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions, allowed))
     return sample(*flat)[0].reshape(positions.shape)
+
+
+def score_each(
+    s: Sampler,
+    logits: Float[Array, "B T V"],
+    tokens: Int[Array, "B T"],
+    allowed: UInt32[Array, "B T words"] | None = None,
+) -> Float[Array, "B T"]:
+    """`sampled_logprobs` of what `sample_each` drew."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, tokens, allowed))
+    sampler, logits, drawn, masks = flat
+    return sampled_logprobs(rules(sampler, masks), logits, drawn).reshape(tokens.shape)
 
 
 def sample(

@@ -121,7 +121,8 @@ def decode(
         out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, (tokens, scores))
         return i + 1, state, written + drawn.sum(1), out
 
-    out = jnp.full((rows, size), NO_TOKEN, jnp.int32), sampling.no_logprobs((rows, size), logprobs)
+    no_scores = sampling.no_logprobs((rows, size), logprobs, state.sampler.scored)
+    out = jnp.full((rows, size), NO_TOKEN, jnp.int32), no_scores
     carry = 0, state, jnp.zeros(rows, jnp.int32), out
     _, state, _, out = jax.lax.while_loop(unfinished, body, carry)
     return Drawn(state, *out)
@@ -219,7 +220,10 @@ def verify(
         sampler=sampling.remember(state.sampler, drawn, accepted),
         speculation=note(s, drawn, at[:, 0], accepted),
     )
-    return state, accepted, drawn, _logprobs(scores, drawn, logprobs)
+    own = _logprobs(scores, drawn, logprobs)
+    if own is not None and sampler.scored:
+        own = own.replace(sampled=sampling.score_each(sampler, logits, drawn, allowed))
+    return state, accepted, drawn, own
 
 
 def up_to(holds: Bool[Array, "B T-1"]) -> Bool[Array, "B T"]:

@@ -157,7 +157,8 @@ def decode(
         return i + 1, state, jax.tree.map(lambda out, new: out.at[:, i].set(new), out, tuple(drawn))
 
     shape = state.tokens.shape[0], size
-    tokens, scores = jnp.full(shape, NO_TOKEN, jnp.int32), sampling.no_logprobs(shape, logprobs)
+    tokens = jnp.full(shape, NO_TOKEN, jnp.int32)
+    scores = sampling.no_logprobs(shape, logprobs, state.sampler.scored)
     if size > 0:
         carry = 0, state, (tokens, scores)
         _, state, (tokens, scores) = jax.lax.while_loop(unfinished, body, carry)
@@ -471,7 +472,7 @@ def draw(
         raise ValueError(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
-    tokens, state = _sampled(state, logits, running, allowed)
+    tokens, state, sampled = _sampled(state, logits, running, allowed, logprobs is not None)
     check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
     stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
@@ -483,7 +484,8 @@ def draw(
         noted = speculation.note(state.speculation, tokens[:, None], state.cache.lengths, running[:, None])
         state = state.replace(speculation=noted)
     drawn = jnp.where(running, tokens, NO_TOKEN)
-    return Drawn(state, drawn, sampling.token_logprobs(scores, tokens, logprobs))
+    own = sampling.token_logprobs(scores, tokens, logprobs)
+    return Drawn(state, drawn, None if own is None else own.replace(sampled=sampled))
 
 
 def _sampled(
@@ -491,13 +493,17 @@ def _sampled(
     logits: Float[Array, "B V"],
     running: Bool[Array, "B"],
     allowed: UInt32[Array, "B words"] | None,
-) -> tuple[Int[Array, "B"], State]:
-    """The tokens that are drawn from these logits, and the state whose samplers know them."""
-    positions = state.cache.lengths
+    logprobs: bool,
+) -> tuple[Int[Array, "B"], State, Float[Array, "B"] | None]:
+    """The tokens that are drawn from these logits, the state whose samplers know them, and
+    Logprobs.sampled."""
+    positions, before = state.cache.lengths, state.sampler
+    scored = logprobs and before.scored
     if state.chain is None:
-        tokens, sampler = sampling.sample(state.sampler, logits, positions, allowed)
-        return tokens, state.replace(sampler=sampler)
-    tokens, sampler, own = chain.sample(
-        state.chain, state.sampler, logits, positions, state.stop_ids, running, allowed
+        tokens, sampler = sampling.sample(before, logits, positions, allowed)
+        own = sampling.sampled_logprobs(sampling.rules(before, allowed), logits, tokens) if scored else None
+        return tokens, state.replace(sampler=sampler), own
+    tokens, sampler, after, own = chain.sample(
+        state.chain, before, logits, positions, state.stop_ids, running, allowed, scored
     )
-    return tokens, state.replace(sampler=sampler, chain=own)
+    return tokens, state.replace(sampler=sampler, chain=after), own

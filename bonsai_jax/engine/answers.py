@@ -27,6 +27,7 @@ class Output:
     activations  {site: float32 [layers, tokens, ...]}, what `generate(read=)` names, at the position from
               which each of `tokens` was drawn; None unless asked for
     stop      the stop string that ended it; None if another thing did
+    versions  for each of `tokens` the version of the weights that drew it (Engine.version)
     """
 
     text: str
@@ -38,6 +39,7 @@ class Output:
     cached_tokens: int = 0
     activations: dict[str, np.ndarray] | None = None
     stop: str | None = None
+    versions: list[int] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Piece:
     index          the number of the answer, of a request for several
     cached_tokens  in the first piece: as in Output
     stop           in the last piece: as in Output
+    version        of the weights that drew `tokens` (Engine.version)
     """
 
     text: str
@@ -62,6 +65,7 @@ class Piece:
     index: int = 0
     cached_tokens: int = 0
     stop: str | None = None
+    version: int = 0
 
 
 def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
@@ -76,6 +80,7 @@ def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
         sum(piece.steps for piece in pieces),
         sum(piece.cached_tokens for piece in pieces),
         stop=pieces[-1].stop,
+        versions=[piece.version for piece in pieces for _ in piece.tokens],
     )
 
 
@@ -96,18 +101,21 @@ class Reader:
         scores: Logprobs | None = None,
         steps: int = 0,
         complete: bool = False,
+        version: int = 0,
     ) -> Piece:
         """drawn   token ids, up to the first NO_TOKEN
         ended   no more tokens will come
         scores  their Logprobs, if asked for
         steps   decode steps that drew them
         complete  the answer's constraint allows no more
+        version of the weights that drew them
         """
         text, tokens, reason = self._read(drawn, ended, complete)
         if scores is not None:
             scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
         ends = [own for own in self.stop if reason == "stop" and self.pending.startswith(own, len(text))]
-        return Piece(text, tokens, reason, scores, steps, self.index, stop=ends[0] if ends else None)
+        stop = ends[0] if ends else None
+        return Piece(text, tokens, reason, scores, steps, self.index, stop=stop, version=version)
 
     def _read(self, drawn, ended: bool, complete: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []
@@ -152,6 +160,7 @@ class Answer:
     matcher   where it stands in its constraint; None: it has none
     untold    drawn and forced tokens that `reader` has not read yet
     began     a piece of it has been made
+    version   of the weights that drew its newest tokens
     """
 
     request: Request
@@ -166,6 +175,7 @@ class Answer:
     matcher: Matcher | None = None
     untold: list[int] = dataclasses.field(default_factory=list)
     began: bool = False
+    version: int = 0
 
 
 def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

@@ -38,7 +38,8 @@ class Constrained:
         force: Callable[[Request, list[int]], bool],
         finish: Callable[[Answer, Exception | None], None],
     ):
-        self._model, self._force, self._finish = model, force, finish
+        self._tokens = model.tokenizer, model.config.vocab_size
+        self._force, self._finish = force, finish
         self._masks = Masks()
         self._sent_at = self._step_s = 0.0
 
@@ -50,8 +51,8 @@ class Constrained:
     def begin(self, answer: Answer, constraint: Constraint, ignore_eos: bool) -> None:
         """Give a new answer its constraint. Its first forced tokens are read with its prompt. Raises
         ValueError for a constraint that cannot be compiled."""
-        model, request = self._model, answer.request
-        matcher = constraints.compile(constraint, model.tokenizer, model.config.vocab_size).matcher()
+        request = answer.request
+        matcher = constraints.compile(constraint, *self._tokens).matcher()
         matcher.past_end = ignore_eos
         answer.matcher, request.constrained = matcher, True
         while matcher.forced and answer.logprobs is None and not self.over(answer):

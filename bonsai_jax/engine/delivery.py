@@ -87,12 +87,14 @@ def piece(answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Pie
     complete = matcher is not None and matcher.complete
     ended = len(request.said) >= request.max_new_tokens
     if answer.began:
-        return answer.reader.read(tokens, ended, scores, steps, complete)
+        return answer.reader.read(tokens, ended, scores, steps, complete, answer.version)
     answer.began = True
-    first = answer.reader.read(tokens, ended, scores, 0, complete)
+    first = answer.reader.read(tokens, ended, scores, 0, complete, answer.version)
     return dataclasses.replace(first, cached_tokens=answer.cached)
 
 
 def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:
     """Logprobs of one row, with n alternatives."""
-    return scores.replace(token=scores.token[row], ids=scores.ids[row, :, :n], top=scores.top[row, :, :n])
+    ids, top = scores.ids[row, :, :n], scores.top[row, :, :n]
+    sampled = None if scores.sampled is None else scores.sampled[row]
+    return scores.replace(token=scores.token[row], ids=ids, top=top, sampled=sampled)

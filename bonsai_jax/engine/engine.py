@@ -1,7 +1,9 @@
 """Many requests at once: `Engine` takes them from any thread, `Handle` gives their answers."""
 
 import atexit
+import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import inspect
 import os
@@ -27,9 +29,11 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.updates import fitting
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.sampling_params import SamplingParams, seeded
@@ -60,6 +64,8 @@ class Engine:
                  request that came last waits, and later continues where it was
     context      most tokens of a prompt and its answer; None: run.context
     logprobs     most alternatives that a request may ask for; None: no request gets log-probabilities
+    sampled_logprobs   answers with log-probabilities also have those of their tokens after penalties,
+                 truncations and temperature: Logprobs.sampled
     logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
@@ -87,6 +93,7 @@ class Engine:
         pages: int | None = None,
         context: int | None = None,
         logprobs: int | None = None,
+        sampled_logprobs: bool = False,
         logit_biases: int = 16,
         speculate: str | None = None,
         taps: Taps | None = None,
@@ -101,9 +108,10 @@ class Engine:
         self.model = model
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
-            logit_biases=logit_biases, speculate=speculate, taps=taps, logits_processor=logits_processor,
-            checkpoints=checkpoints, max_wait_s=max_wait_s, prefill_tokens=prefill_tokens,
-            reproducible=reproducible, prefix_cache=prefix_cache, prefix_cache_bytes=prefix_cache_bytes,
+            sampled_logprobs=sampled_logprobs, logit_biases=logit_biases, speculate=speculate, taps=taps,
+            logits_processor=logits_processor, checkpoints=checkpoints, max_wait_s=max_wait_s,
+            prefill_tokens=prefill_tokens, reproducible=reproducible, prefix_cache=prefix_cache,
+            prefix_cache_bytes=prefix_cache_bytes,
         )  # fmt: skip
         self._wakes = Wakes()
         self._loop = Loop(model, self.options, threaded=True, together=self._wakes.together)
@@ -208,6 +216,51 @@ class Engine:
             tokens = self.model.tokenizer, self.model.config.vocab_size
             threading.Thread(target=constraints.prepare, args=tokens, name="bonsai-jax tokens").start()
             self._send(self._loop.compile_constrained)
+
+    @property
+    def version(self) -> int:
+        """How often `update_params` has replaced the weights."""
+        return self._loop.version
+
+    def update_params(self, params: Params, *, restart: bool = False) -> int:
+        """Go on with other weights of the same structure, between two steps. No request is lost. Returns the
+        new `version` when later steps run with them.
+
+        params    like engine.model.params: the same fields, formats, shapes and types, as a training step
+                  makes them of dense weights, or `load` of another file. Arrays that lie elsewhere are copied
+                  to where the engine's lie, others are shared with the caller, who must not donate them
+        restart   running answers read their prompts and their tokens so far again, with the new weights. Else
+                  they go on from their next token; their keys, values and states so far remain those of the
+                  old weights
+
+        Requests that have no row yet are answered by the new weights alone. Cached beginnings of prompts are
+        forgotten. `Piece.version` and `Output.versions` say which weights drew a token. The engine lets go of
+        the old arrays; both are in memory until then. Any thread may call it. It waits for the dispatch of
+        steps that are planned, so in a coroutine use `await asyncio.to_thread(engine.update_params, params)`.
+
+        Raises TypeError for what is no Params, ValueError for another structure, which names the first array
+        that differs, or for an engine with prefix_cache, whose files belong to one model's weights, and
+        RuntimeError where the engine is closed or has failed. It then runs as before.
+        """
+        restart = flag("update_params: restart", restart)
+        if self._loop.store is not None:
+            raise ValueError(
+                "update_params: files of a prefix_cache belong to one model; make an Engine without"
+            )
+        params = fitting(params, self.model.params)
+        swapped: concurrent.futures.Future[int] = concurrent.futures.Future()
+
+        def swap() -> None:
+            try:
+                model = dataclasses.replace(self.model, params=params)
+                self._loop.use(model, restart)
+                self.model = model
+                swapped.set_result(self.version)
+            except Exception as error:
+                swapped.set_exception(error)
+
+        self._send(swap)
+        return swapped.result()
 
     def submit(
         self,
@@ -378,8 +431,9 @@ class Engine:
 
 
 def _options(
-    model: Model, *, max_batch_size, pages, context, logprobs, logit_biases, speculate, taps,
-    logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible, prefix_cache, prefix_cache_bytes,
+    model: Model, *, max_batch_size, pages, context, logprobs, sampled_logprobs, logit_biases, speculate,
+    taps, logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible, prefix_cache,
+    prefix_cache_bytes,
 ) -> Options:  # fmt: skip
     """The arguments of an Engine, checked, and with every default filled in."""
     check_model(model)
@@ -393,6 +447,9 @@ def _options(
     pages = count("pages", pages, enough)
     logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
     logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
+    sampled_logprobs = flag("Engine: sampled_logprobs", sampled_logprobs)
+    if sampled_logprobs and logprobs is None:
+        raise ValueError("Engine: sampled_logprobs needs logprobs; give logprobs=0 or more, too")
     checkpoints = _checkpoints(
         model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0)
     )
@@ -407,6 +464,7 @@ def _options(
         max_batch_size,
         pages,
         context,
+        sampled_logprobs=sampled_logprobs,
         biases=1 << (logit_biases - 1).bit_length(),
         max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
         prefill_tokens=count("prefill_tokens", prefill_tokens, 0),

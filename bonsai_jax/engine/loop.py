@@ -96,6 +96,7 @@ class Loop:
         self.constrained = Constrained(model, self._force, self.delivery.finish)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
+        self.version = 0  # of the weights: how often they were replaced
         self._flying: deque[Flight] = deque()
         self._read_at: float | None = None
         self._beside_prefill: list[Call] = []  # of the decode programs that `prepare` named
@@ -143,6 +144,7 @@ class Loop:
             self.runner.need("hidden")
         if answer.chained is not None:
             self.runner.need("chain")
+        answer.version = self.version
         self.answers[answer.request] = answer
         if self.store is None or not self._look_up(answer.request):
             self.scheduler.add(answer.request)
@@ -214,6 +216,7 @@ class Loop:
                 self._read_at = None
             else:
                 self.plans += 1
+                plan.version = self.version
                 self._dispatch(plan)
         self.delivery.deliver()  # of the draw before this plan
         if self._flying and (plan is None or self._unread_plans() > 1):
@@ -228,6 +231,14 @@ class Loop:
             return True
         stores = self.store is not None and not self.store.idle
         return plan is not None or reads or stores or bool(self._flying) or bool(self.scheduler.waiting)
+
+    def use(self, model: Model, restart: bool) -> None:
+        """Run plans from now on with the weights of this model, whose structure is the same. restart: running
+        requests read their tokens again with them."""
+        self.model = model
+        self.runner.use(model)
+        self.scheduler.renew(restart)
+        self.version += 1
 
     def fail(self, error: Exception) -> None:
         """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what
@@ -467,6 +478,8 @@ class Loop:
             new = tokens[i][: counts[i]]
             least, _ = request.flights.popleft()
             answer = self.answers.get(request)
+            if answer is not None:
+                answer.version = flight.plan.version
             if answer is not None and mu is not None:
                 answer.mu = float(mu[i])  # for when it is pre-empted, or reads forced tokens
             if answer is not None and self._record(answer, new, guesses[i]):

@@ -46,6 +46,11 @@ class Pages:
             del self._idle[page]
         self.holders[page] += 1
 
+    def free_idle(self) -> None:
+        """No later prompt may use what idle pages hold: they are free."""
+        self._free += reversed(self._idle)
+        self._idle.clear()
+
     def release(self, page: int, *, keep: bool, first: bool = False) -> None:
         """Remove a holder. Without any the page is idle if `keep`, else free. first: it is the next idle page
         to be taken."""

@@ -38,6 +38,7 @@ class Request:
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
     guessed        its newest token is read with guesses (split_guesses.py)
     verifies       likewise for the token before, of the plan that draws
+    outdated       its pages hold keys and values of earlier weights, so no other request may share them
     """
 
     prompt: Any
@@ -68,6 +69,7 @@ class Request:
     undrawn: bool = False
     guessed: bool = False
     verifies: bool = False
+    outdated: bool = False
 
     @property
     def order(self) -> tuple[int, int]:
@@ -137,6 +139,7 @@ class Plan:
     chained  a running request uses the chain of samplers, so programs are those of a pool that has one
     guesses  for each device the requests that take a whole step, with speculation, while others' are split
     guess_rows   of their decode program
+    version  of the weights that it runs with (Engine.version)
     """
 
     reads: list[list[Read]]
@@ -149,6 +152,7 @@ class Plan:
     chained: bool = False
     guesses: list[list[Request]] = dataclasses.field(default_factory=list)
     guess_rows: int = 0
+    version: int = 0
 
 
 def row_sizes(most: int) -> list[int]:

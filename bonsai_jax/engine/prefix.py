@@ -231,6 +231,16 @@ class PrefixCache:
             node = child
         return table
 
+    def clear(self) -> None:
+        """Forget all tokens and checkpoints: no later prompt begins with what is stored now. Holders keep
+        theirs until they release them."""
+        self._roots.clear()
+        self._nodes.clear()
+        self._saved.clear()
+        for stored in (self.pages, self.checkpoints):
+            if stored is not None:
+                stored.free_idle()
+
     def abandon(self, table: Iterable[int]) -> None:
         """The row of these pages will not compute the rest: remove the pages that are not ready."""
         for page in table:

@@ -80,7 +80,7 @@ class Programs:
     shapes."""
 
     def __init__(self, model: Model, pool: Any):
-        self._model = model
+        self.model = model  # of which programs take shapes and places alone; engines set another
         # Shapes in place of the pool, which the calls that run meanwhile donate.
         self._pool = jax.eval_shape(lambda state: state, pool)
         if model.mesh is not None:
@@ -165,7 +165,7 @@ class Programs:
         if call.source is not None and jax.process_count() == 1:
             key = stored.key(call.source, self._kind)
         began = time.perf_counter()
-        arrays = self._model.params, self._pool, *call.placed(self._model.mesh)
+        arrays = self.model.params, self._pool, *call.placed(self.model.mesh)
         program = None if key is None else stored.load(key, arrays, self._devices())
         if program is None:
             with _TRACING:
@@ -179,5 +179,5 @@ class Programs:
         return program
 
     def _devices(self) -> list[jax.Device]:
-        mesh = self._model.mesh
+        mesh = self.model.mesh
         return [device.in_use()] if mesh is None else list(mesh.devices.flat)

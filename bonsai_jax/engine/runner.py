@@ -80,6 +80,7 @@ class Options:
     pages: int
     context: int
     logprobs: int | None = None
+    sampled_logprobs: bool = False
     speculate: str | None = None
     taps: Taps | None = None
     logits_processor: LogitsProcessor | None = None
@@ -348,13 +349,13 @@ class Runner:
 
     def dispatch(self, call: Call) -> Dispatch:
         """Run the call, after all calls before."""
-        started = threading.Event()
+        started, params = threading.Event(), self.model.params
 
         def run():
             started.set()
             program = self._programs(call).get(call)
             pool = self._pool.replace(**{part: self._parts[part] for part in call.parts})
-            pool, *drawn = program(self.model.params, pool, *call.placed(self.model.mesh))
+            pool, *drawn = program(params, pool, *call.placed(self.model.mesh))
             self._parts |= {part: getattr(pool, part) for part in call.parts}
             self._pool = pool.replace(**dict.fromkeys(call.parts))
             if jax.process_count() == 1:
@@ -374,6 +375,14 @@ class Runner:
         a late dispatch leaves the device idle."""
         if not isinstance(self._thread, Caller):
             dispatch.started.wait()
+
+    def use(self, model: Model) -> None:
+        """Run calls that are dispatched from now on with the weights of this model, whose structure is the
+        same. Waits for the calls before, so that none needs the weights before."""
+        self.model = model
+        for programs in (self.programs, *self._others.values()):
+            programs.model = model
+        self._thread.submit(lambda: None).result()
 
     def reset(self) -> None:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
@@ -449,7 +458,8 @@ class Runner:
         )  # fmt: skip
         biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
-        return start_state(model, cache, room, 0, speculate=o.speculate)
+        state = start_state(model, cache, room, 0, speculate=o.speculate)
+        return state.replace(sampler=state.sampler.replace(scored=o.sampled_logprobs))
 
     def _empty_part(self, part: str) -> Any:
         if part == "hidden":

@@ -118,6 +118,21 @@ class Scheduler:
             return None
         return Plan(reads, shape, writes, rows, steps, draws, split, self._chain, guesses, guess_rows)
 
+    def renew(self, restart: bool) -> None:
+        """Plans from now on run with other weights: nothing that is cached begins a later prompt.
+
+        restart   running requests release their pages, and later read their prompts and answers again; else
+                  they go on with the pages that they have, which nobody shares
+        """
+        for device in self.devices:
+            if restart:
+                unfinished = [r for r in device.running if r.row is not None and _unfinished(r)]
+                for request in unfinished:
+                    self._wait_again(request)
+            for request in device.running:
+                request.outdated = True
+            device.prefix.clear()
+
     def force(self, request: Request, tokens: list[int]) -> bool:
         """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
         it may be under way. False: it must draw them, because that is faster or there are too few pages."""
@@ -235,7 +250,7 @@ class Scheduler:
         if request.row is not None:
             device.free_rows.append(request.row)
         request.device = request.row = request.copy = request.checkpoint = request.last_state = None
-        request.table, request.undrawn, request.guessed = [], False, False
+        request.table, request.undrawn, request.guessed, request.outdated = [], False, False, False
 
     def _save_last(self, device: Device, request: Request) -> None:
         """Save the state of the request's row, after all its draws, before another gets the row. Speculation
@@ -249,6 +264,9 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take its pages for others. It waits, and later reads its prompt and answer like a prompt."""
         self.preempted += 1
+        self._wait_again(request)
+
+    def _wait_again(self, request: Request) -> None:
         self._release(request)
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
@@ -418,7 +436,12 @@ def _tokens(request: Request) -> list[int]:
 
 
 def _shared(request: Request) -> bool:
-    return request.reusable != 0 and not request.vectors
+    return request.reusable != 0 and not request.vectors and not request.outdated
+
+
+def _unfinished(request: Request) -> bool:
+    """Whether work for it is left to be dispatched."""
+    return request.read < request.to_read or request.left > 0
 
 
 def _reads_vectors(request: Request) -> bool:

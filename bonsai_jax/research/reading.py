@@ -122,6 +122,12 @@ class Reader:
         self._programs: Programs | None = None
         self._width = 0  # of the batch that was read last
 
+    def use(self, model: Model) -> None:
+        """Read with the weights of this model from now on, whose structure is the same."""
+        self.model = model
+        if self._programs is not None:
+            self._programs.model = model
+
     def prepare(self, shapes: Iterable[tuple[int, int]], branches: Iterable[tuple[int, int]] = ()) -> None:
         """Allocate a cache that holds batches of these shapes, (rows, width), followed by any of `branches`,
         the shapes given to `read_behind`, and start compiling the programs in background threads."""

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Concatenate
 
 from bonsai_jax.engine import Engine
+from bonsai_jax.model import Model
 from bonsai_jax.protocols.errors import RequestError
 from bonsai_jax.protocols.submit import Defaults
 from bonsai_jax.research.batches import FEW
@@ -28,7 +29,7 @@ class Service:
     """
 
     def __init__(self, engine: Engine, settings: Settings):
-        self.engine, self.model, self.settings = engine, engine.model, settings
+        self.engine, self.settings = engine, settings
         self.ready = self.draining = False
         self.answers = 0
         self.started = time.time()
@@ -42,6 +43,11 @@ class Service:
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="bonsai-jax server")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="bonsai-jax reader")
 
+    @property
+    def model(self) -> Model:
+        """The engine's, with the weights that it has now."""
+        return self.engine.model
+
     async def in_thread[**P, T](self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function that takes time without holding up the event loop."""
         loop = asyncio.get_running_loop()
@@ -53,9 +59,14 @@ class Service:
         """Run a function of a Reader, for embeddings and echoes, beside the engine. In one thread, as the
         Reader has one cache, which it makes for the first. Raises RequestError after timeout_s."""
         loop, own = asyncio.get_running_loop(), self._reader
+
+        def work() -> T:
+            own.use(self.model)
+            return function(own, *args, **kwargs)
+
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return await loop.run_in_executor(self._reading, lambda: function(own, *args, **kwargs))
+                return await loop.run_in_executor(self._reading, work)
         except TimeoutError:
             message = f"the texts were not read within {self.settings.timeout_s:g} s"
             raise RequestError(503, message, code="timeout", retry_after_s=10) from None

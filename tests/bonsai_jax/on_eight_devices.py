@@ -132,11 +132,29 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
         assert len(devices) == data and all(device.pages.idle for device in devices)
         again = engine.submit(PROMPTS[-1], SAMPLING[-1], **options).result(300)
         assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
+        tokens = with_other_weights(engine, options)
         with server.running(engine) as own:  # as serve with --data-parallel and --tensor-parallel has it
             greedy = {"prompt": PROMPTS[::2], "max_tokens": 12, "ignore_eos": True, "temperature": 0}
             answer = httpx.post(f"{own.url}/v1/completions", json=greedy, timeout=300).json()
         texts = [choice["text"] for choice in answer["choices"]]
         assert texts == [sharded.tokenizer.decode(ids) for ids in tokens[::2]]
+
+
+def with_other_weights(engine: bj.Engine, options: dict) -> list[list[int]]:
+    """One device's tokens with another norm, as the engine's are after an update: the norm of one device is
+    spread over the mesh, and nothing that was read before is shared."""
+    whole = load("tiny-llama:q8_0", "packed")
+    norm = whole.params.final_norm * jnp.linspace(0.5, 2.0, whole.config.hidden)
+    want = answers(dataclasses.replace(whole, params=whole.params.replace(final_norm=norm)))
+    assert want != on_one_device("tiny-llama:q8_0", "packed")
+    with pytest.raises(ValueError, match=r"mesh are not the engine's"):
+        engine.update_params(whole.params)
+    assert engine.update_params(engine.model.params.replace(final_norm=norm)) == 1
+    handles = [engine.submit(*each, **options) for each in zip(PROMPTS, SAMPLING, strict=True)]
+    outputs = [handle.result(300) for handle in handles]
+    assert_same([out.tokens for out in outputs], want)
+    assert {version for out in outputs for version in out.versions} == {1}
+    return want
 
 
 @pytest.mark.parametrize(("data", "parts"), [(2, 2)])

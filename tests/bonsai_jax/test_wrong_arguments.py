@@ -122,6 +122,7 @@ CALLS = {
         fill(bj.iter_logits, {"model": tiny, "token_ids": const([1, 2])})(**wrong)
     ),
     "Engine": fill(bj.Engine, {"model": tiny}),
+    "update_params": lambda **wrong: engine().update_params(**{"params": tiny().params} | wrong),
     "submit": lambda **wrong: engine().submit(**{"prompt": "One"} | wrong),
     "result": lambda **wrong: engine().submit("One", max_new_tokens=1).result(**wrong),
     "prefill": fill(bj.prefill, STATE | TOKENS),
@@ -241,9 +242,11 @@ WRONG = {
         "checkpoints": WRONG_COUNTS,
         "max_wait_s": [*WRONG_NUMBERS, INF],
         "reproducible": WRONG_FLAGS,
+        "sampled_logprobs": WRONG_FLAGS,
         "speculate": NO_TEXTS,
         **DRAWS,
     },
+    "update_params": {"params": [*NOT_OURS, None], "restart": WRONG_FLAGS},
     "submit": {
         name: ANSWERS[name] for name in ("max_new_tokens", "sampling", "stop", "ignore_eos", "constraint")
     }
