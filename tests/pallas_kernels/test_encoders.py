@@ -93,7 +93,7 @@ def test_formats_with_a_weighted_rule_are_all_compared():
 
 @pytest.mark.parametrize("format", WEIGHTED)
 def test_importance_weights_errors_as_ggml_s_does(format):
-    """Scales that differ only in the codes of columns without importance are equally good, and the last bit of
+    """Scales that differ only in codes of columns without importance are equally good, and the last bit of a
     sum decides between them."""
     x, importance = weights(1), column_importance(2)
     expected = decoded(ggml_quantize.quantize(x, format, importance), format)
