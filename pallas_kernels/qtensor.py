@@ -205,6 +205,22 @@ class LayerStack(struct.PyTreeNode):
         return jax.lax.switch(part[layer], branches, index[layer])
 
 
+class Watched(LayerStack):
+    """A stack whose products call note(x, chosen) with their inputs, as they are multiplied: normed,
+    [*batch, K]. chosen, int32 [*batch, used], says by which experts, and x may then be [*batch, used, K];
+    None: there are no experts."""
+
+    note: Callable[[jax.Array, jax.Array | None], None] = struct.field(pytree_node=False)
+
+
+def noted(weights: tuple, inputs: Callable[[], jax.Array], chosen: jax.Array | None = None) -> tuple:
+    """Matrices that are about to be multiplied with `inputs()`; those that are watched have noted this."""
+    for w in weights:
+        if isinstance(w, Watched):
+            w.note(inputs(), chosen)
+    return tuple(LayerStack(w.parts, w.where) if isinstance(w, Watched) else w for w in weights)
+
+
 def leaves(weights) -> list[QTensor]:
     """The matrices in a tree of weights."""
     return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))

@@ -1,6 +1,6 @@
 """Model files made of model files: other formats (quantizing), by llama.cpp's mixes (recipes)."""
 
 from bonsai_jax.making.importance import Importance, read_importance
-from bonsai_jax.making.quantizing import Change, planned, quantize_file
+from bonsai_jax.making.quantizing import Change, check_new, planned, quantize_file
 
-__all__ = ["Change", "Importance", "planned", "quantize_file", "read_importance"]
+__all__ = ["Change", "Importance", "check_new", "planned", "quantize_file", "read_importance"]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from checkpoints import CheckpointError, Tensor, open_checkpoint
+from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
 
 EXPECTED = "an importance matrix is a file that `bonsai-jax imatrix` or llama.cpp's llama-imatrix has written"
 SUMS, COUNTS = ".in_sum2", ".counts"
@@ -27,14 +27,18 @@ class Importance:
 
     source    the file
     columns   by tensor name, float32 [matrices, K]: one matrix, or each expert's
+    counts    of the same matrices, float32 [matrices], the number of tokens; empty: the file does not say
     datasets  the texts that they are of
     chunks    pieces of text that were read; None: the file does not say
+    chunk_size  tokens of a piece, at most
     """
 
     source: str
     columns: Mapping[str, np.ndarray]
+    counts: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     datasets: tuple[str, ...] = ()
     chunks: int | None = None
+    chunk_size: int = 512
 
     def matrix(self, name: str, shape: tuple[int, ...]) -> np.ndarray | None:
         """float32 [matrices, K] for a tensor of this shape; None where the file does not name it. Raises
@@ -50,6 +54,22 @@ class Importance:
                 "columns; take an importance matrix of this model"
             )
         return columns.reshape(expected)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write it as a GGUF file that llama.cpp's llama-quantize reads."""
+        metadata = {
+            "general.type": "imatrix",
+            "imatrix.datasets": list(self.datasets) or [self.source],
+            "imatrix.chunk_count": np.uint32(self.chunks or 1),
+            "imatrix.chunk_size": np.uint32(self.chunk_size),
+        }
+        tensors = []
+        for name, columns in sorted(self.columns.items()):
+            counts = self.counts.get(name, np.ones(len(columns), np.float32))[:, None]
+            for ending, x in ((SUMS, columns * counts), (COUNTS, counts)):
+                x = np.ascontiguousarray(x, np.float32)
+                tensors.append(Tensor(name + ending, "f32", x.shape, x.view(np.uint8)))
+        write_gguf(Path(path), metadata, tensors)
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -79,7 +99,7 @@ def read_importance(path: str | os.PathLike[str]) -> Importance:
     return importance
 
 
-def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """sums / counts. An expert that no token was sent to has the same importance everywhere."""
     return np.where(counts > 0, sums / np.where(counts > 0, counts, 1), 1).astype(np.float32)
 
@@ -87,7 +107,7 @@ def _means(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def _read_gguf(path: Path) -> Importance:
     checkpoint = open_checkpoint(path)
     metadata, tensors = checkpoint.metadata, checkpoint.tensors
-    columns = {}
+    columns, counted_by = {}, {}
     for name, tensor in tensors.items():
         if not name.endswith(SUMS):
             continue
@@ -100,11 +120,12 @@ def _read_gguf(path: Path) -> Importance:
             raise CheckpointError(
                 f"{path}: {matrix} has {len(sums)} rows and {len(counts)} counts; {EXPECTED}"
             )
-        columns[matrix] = _means(sums, counts)
+        columns[matrix], counted_by[matrix] = means(sums, counts), counts[:, 0]
     if not columns:
         raise CheckpointError(f"{path}: no tensor's name ends in {SUMS}; {EXPECTED}")
     chunks = metadata.get("imatrix.chunk_count")
-    return Importance(str(path), columns, tuple(metadata.get("imatrix.datasets", ())), chunks)
+    datasets = tuple(metadata.get("imatrix.datasets", ()))
+    return Importance(str(path), columns, counted_by, datasets, chunks)
 
 
 def _floats(path: Path, tensor: Any) -> np.ndarray:
@@ -137,4 +158,4 @@ def _read_legacy(path: Path) -> Importance:
     if position == len(raw):
         return Importance(str(path), columns)
     chunks, text = number(), take(number())
-    return Importance(str(path), columns, (text.decode(errors="replace"),), chunks)
+    return Importance(str(path), columns, datasets=(text.decode(errors="replace"),), chunks=chunks)

@@ -133,14 +133,7 @@ def quantize_file(
         requantize=requantize,
         importance=known,
     )
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder; name a file in it")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
-    if path.exists() and not overwrite:
-        raise FileExistsError(
-            f"{path} is there already; name another, or replace it: --overwrite, overwrite=True"
-        )
+    check_new(path, overwrite)
     metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
     metadata.pop("general.file_type", None)
     metadata = {key: value for key, value in metadata.items() if not key.startswith("quantize.imatrix.")}
@@ -150,6 +143,18 @@ def quantize_file(
         metadata["general.file_type"] = np.uint32(file_type)
     write_gguf(path, metadata, _changed(checkpoint, changes, known, progress))
     return changes
+
+
+def check_new(path: Path, overwrite: bool) -> None:
+    """Raise the OSError of a file that cannot be written, or may not be replaced."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: there is no folder {path.parent}; make it first")
+    if path.exists() and not overwrite:
+        raise FileExistsError(
+            f"{path} is there already; name another, or replace it: --overwrite, overwrite=True"
+        )
 
 
 def _read(importance: str | os.PathLike[str] | Importance | None) -> Importance | None:

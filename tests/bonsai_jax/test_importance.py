@@ -6,9 +6,11 @@ import struct
 import numpy as np
 import pytest
 
+import bonsai_jax as bj
 from bonsai_jax.making import planned, quantize_file, read_importance, recipes
 from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
 from tests.bonsai_jax.command_line import run
+from tests.bonsai_jax.test_oracle import as_file
 from tests.bonsai_jax.test_quantize import METADATA, named
 from tests.pallas_kernels import ggml_quantize
 
@@ -146,3 +148,98 @@ def test_files_that_do_not_fit_are_told(model, gguf_file, legacy_file, tmp_path)
     check(other, "negative or not finite")
     refused = run("quantize", model, tmp_path / "new.gguf", "q4_k_s", "--imatrix", model)
     assert refused.exit_code == 1 and "\n" not in refused.stderr.strip()
+
+
+def test_what_is_written_is_what_is_read(gguf_file, tmp_path):
+    importance = read_importance(gguf_file)
+    importance.write(tmp_path / "again.gguf")
+    again = read_importance(tmp_path / "again.gguf")
+    assert (again.datasets, again.chunks) == (importance.datasets, importance.chunks)
+    for name, columns in importance.columns.items():
+        np.testing.assert_allclose(again.columns[name], columns, rtol=1e-6)
+        np.testing.assert_array_equal(again.counts[name], importance.counts[name])
+
+
+def test_it_is_the_mean_square_of_what_matrices_are_multiplied_with():
+    """Attention and experts against what taps read, in numpy; two texts of different lengths."""
+    model = bj.load("synth:tiny-qwen3moe:f32", bj.RunConfig(impl="reference", cache_dtype="float32"))
+    ids = np.random.default_rng(3).integers(0, 250, 24).tolist()
+    texts = [ids[:14], ids[14:]]
+    found = bj.importance(model, texts)
+    taps = bj.Taps(("input", "middle", "z", "hidden", "experts"))
+    (batch,) = bj.harvest(model, texts, taps)
+    layers, mask = model.config.num_layers, batch.mask
+    read = {
+        name: np.asarray(x, np.float64)[:, mask] for name, x in batch.activations.items()
+    }  # [L, tokens, ...]
+    assert found.chunks == 2 and found.chunk_size == 14
+
+    (attention,), (experts,) = model.params.layers["attention"], model.params.layers["experts"]
+
+    def normed(x: np.ndarray, gamma) -> np.ndarray:
+        root = np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + model.config.rms_norm_eps)
+        return x / root * np.asarray(gamma)
+
+    for i in range(layers):
+        n, m = normed(read["input"][i], attention.norm[i]), normed(read["middle"][i], experts.norm[i])
+        z = read["z"][i].reshape(24, -1)
+        for name, x in (("attn_q", n), ("attn_k", n), ("attn_v", n), ("attn_output", z)):
+            columns = found.columns[f"blk.{i}.{name}.weight"]
+            np.testing.assert_allclose(columns, np.square(x).mean(axis=0)[None], rtol=1e-4)
+            assert found.counts[f"blk.{i}.{name}.weight"] == [24]
+        for name, x in (("ffn_gate_exps", m), ("ffn_up_exps", m), ("ffn_down_exps", read["hidden"][i])):
+            name = f"blk.{i}.{name}.weight"
+            for expert in range(len(found.columns[name])):
+                at = read["experts"][i] == expert  # [tokens, used]
+                own = x[at] if x.ndim == 3 else x[at.any(axis=1)]
+                expected = np.square(own).mean(axis=0) if len(own) else np.ones(x.shape[-1])
+                np.testing.assert_allclose(found.columns[name][expert], expected, rtol=1e-4)
+                assert found.counts[name][expert] == len(own)
+
+
+def test_the_command_names_every_matrix(tmp_path):
+    source, path = as_file("synth:tiny-llama:f32", tmp_path / "model.gguf"), tmp_path / "imatrix.gguf"
+    (tmp_path / "text.txt").write_text("a few words " * 20)
+    where = ("-m", source, "-f", tmp_path / "text.txt", "-o", path)
+    arguments = ("imatrix", *where, "-c", "32", "--chunks", "2")
+    made = run(*arguments, "--json")
+    assert made.exit_code == 0, made.stderr
+    assert json.loads(made.stdout)["tokens"] == 64
+    metadata = open_checkpoint(path).metadata
+    assert metadata["imatrix.datasets"] == [str(tmp_path / "text.txt")]
+    assert (metadata["imatrix.chunk_count"], metadata["imatrix.chunk_size"]) == (2, 32)
+    changes = planned(source, "q4_k", importance=path)
+    assert {c.name for c in changes if c.searched and not c.weighted} == {
+        "token_embd.weight",
+        "output.weight",
+    }
+    again = run(*arguments)
+    assert again.exit_code == 1 and "--overwrite" in again.stderr
+
+
+def test_models_and_texts_that_do_not_fit_are_told():
+    model = bj.load("synth:tiny-qwen3:f32", bj.RunConfig(impl="reference"))
+    with pytest.raises(ValueError, match="there are no texts"):
+        bj.importance(model, [])
+    with pytest.raises(TypeError, match="texts are a str"):
+        bj.importance(model, "one text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "lacking"),
+    [("bitnet", set()), ("qwen35", set()), ("qwen35moe", set()), ("gemma3", set()), ("gpt-oss", set()),
+     ("deepseek2", {"attn_k_b", "attn_v_b"})],
+)  # fmt: skip
+def test_every_kind_of_layer_is_watched(name, lacking):
+    """Of latent attention the matrices by head have none: nothing multiplies them with activations of a layer."""
+    name = f"synth:tiny-{name}:f32"
+    model = bj.load(name, bj.RunConfig(impl="reference", cache_dtype="float32"))
+    found = bj.importance(model, [list(range(9)), list(range(20))])
+    tensors = [
+        t for t in open_checkpoint(name).tensors.values() if recipes.is_matrix(t) and t.name[:3] == "blk"
+    ]
+    assert {t.name.split(".")[2] for t in tensors if t.name not in found.columns} == lacking
+    for tensor in tensors:
+        if (columns := found.matrix(tensor.name, tensor.shape)) is not None:
+            assert columns.max() > 0 and found.counts[tensor.name].sum() % 29 == 0
