@@ -85,7 +85,7 @@ def recipe(name: str) -> Recipe:
     if key not in RECIPES:
         if key.startswith(("iq1", "iq2", "iq3")):
             raise ValueError(
-                f"format {name!r} needs an importance matrix, which is not supported yet; q2_k is as small"
+                f"format {name!r} cannot be written yet; q2_k with an importance matrix is as small"
             )
         raise ValueError(f"format {name!r} is not known; known are {', '.join(sorted(RECIPES))}")
     return RECIPES[key]

@@ -232,7 +232,7 @@ def test_models_and_texts_that_do_not_fit_are_told():
      ("deepseek2", {"attn_k_b", "attn_v_b"})],
 )  # fmt: skip
 def test_every_kind_of_layer_is_watched(name, lacking):
-    """Of latent attention the matrices by head have none: nothing multiplies them with activations of a layer."""
+    """Latent attention's matrices of one head each have none."""
     name = f"synth:tiny-{name}:f32"
     model = bj.load(name, bj.RunConfig(impl="reference", cache_dtype="float32"))
     found = bj.importance(model, [list(range(9)), list(range(20))])
