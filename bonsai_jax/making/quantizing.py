@@ -212,7 +212,7 @@ def _encoded(
     out = np.empty((*tensor.shape[:-1], tensor.shape[-1] // after.weights * after.bytes), np.uint8)
     written, pieces = out.reshape(-1, size_out), [max(1, piece // weights) for piece in PIECES]
     each = next((piece for piece in pieces if piece >= len(blocks)), pieces[-1])
-    rows = len(blocks) if columns is None else len(blocks) // len(columns)  # of a matrix
+    rows = max(1, len(blocks) if columns is None else len(blocks) // len(columns))  # of a matrix
 
     def encode(first: int) -> bool:
         piece = blocks[first : min(first + each, (first // rows + 1) * rows)]
