@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from bonsai_jax.network.taps import Taps
     from bonsai_jax.research.embeddings import embed_texts
     from bonsai_jax.research.harvest import Harvested, harvest
+    from bonsai_jax.research.importance import importance
     from bonsai_jax.research.score import Score, score
     from bonsai_jax.sampling_params import SamplingParams
     from bonsai_jax.save import load_state, save_state
@@ -83,6 +84,7 @@ _HOMES = {
     "bonsai_jax.decoding.state": ("Drawn", "State"),
     "bonsai_jax.research.embeddings": ("embed_texts",),
     "bonsai_jax.research.harvest": ("Harvested", "harvest"),
+    "bonsai_jax.research.importance": ("importance",),
     "bonsai_jax.research.score": ("Score", "score"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
@@ -144,6 +146,7 @@ __all__ = [
     "grammar",
     "harvest",
     "hidden_states",
+    "importance",
     "iter_logits",
     "jitted",
     "json_object",

@@ -124,9 +124,14 @@ def dequantize(w: QTensor) -> jax.Array:
     return blocks.reshape(*blocks.shape[:-2], w.shape[1])
 
 
-def quantize(x: jax.Array, format: str) -> QTensor:
-    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError if the format has no encoder, and
-    ValueError if K is not a multiple of its block."""
+def quantize(x: jax.Array, format: str, importance: jax.Array | None = None) -> QTensor:
+    """float32 [*lead, N, K] -> QTensor.
+
+    importance  float32 [K] or [*lead, K]: the mean square of the activations that each column is multiplied
+                with. Errors are weighted by it, as in ggml's quantizer; a format with one rule ignores it
+    Raises NotImplementedError if the format has no encoder, and ValueError if K is not a multiple of its
+    block, or for an importance of another shape.
+    """
     module = formats.get(format)
     if not hasattr(module, "quantize"):
         able = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
@@ -135,7 +140,17 @@ def quantize(x: jax.Array, format: str) -> QTensor:
         raise ValueError(
             f"{format}: {x.shape[-1]} columns are not a multiple of its block of {module.WEIGHTS}"
         )
-    fields = module.quantize(x.reshape(*x.shape[:-1], -1, module.WEIGHTS))
+    blocks = x.reshape(*x.shape[:-1], -1, module.WEIGHTS)
+    if importance is not None and importance.shape not in (x.shape[-1:], (*x.shape[:-2], x.shape[-1])):
+        raise ValueError(
+            f"{format}: importance has shape {importance.shape} for weights {x.shape}; expected one number "
+            f"per column, {x.shape[-1:]}"
+        )
+    if importance is None or not hasattr(module, "quantize_weighted"):
+        fields = module.quantize(blocks)
+    else:
+        columns = jnp.asarray(importance, jnp.float32)[..., None, :]  # of every row
+        fields = module.quantize_weighted(blocks, columns.reshape(*columns.shape[:-1], *blocks.shape[-2:]))
     return QTensor(fields, format, (x.shape[-2], x.shape[-1]))
 
 
@@ -188,6 +203,22 @@ class LayerStack(struct.PyTreeNode):
         part, index = jnp.array(self.where, jnp.int32).T
         branches = [lambda i, part=part: use(part, i) for part in self.parts]
         return jax.lax.switch(part[layer], branches, index[layer])
+
+
+class Watched(LayerStack):
+    """A stack whose products call note(x, chosen) with their inputs, as they are multiplied: normed,
+    [*batch, K]. chosen, int32 [*batch, used], says by which experts, and x may then be [*batch, used, K];
+    None: there are no experts."""
+
+    note: Callable[[jax.Array, jax.Array | None], None] = struct.field(pytree_node=False)
+
+
+def noted(weights: tuple, inputs: Callable[[], jax.Array], chosen: jax.Array | None = None) -> tuple:
+    """Matrices that are about to be multiplied with `inputs()`; those that are watched have noted this."""
+    for w in weights:
+        if isinstance(w, Watched):
+            w.note(inputs(), chosen)
+    return tuple(LayerStack(w.parts, w.where) if isinstance(w, Watched) else w for w in weights)
 
 
 def leaves(weights) -> list[QTensor]:

@@ -23,7 +23,7 @@ def command(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="Such as q4_k_m, q6_k, q8_0, iq4_xs, mxfp4, tq2_0 or q1_0, in any case.",
+            help="q4_k_m, q5_k_m, q6_k, q8_0, q4_0, iq4_xs, mxfp4, q2_k, tq2_0, q1_0 and more, in any case.",
         ),
     ],
     tensor_type: Annotated[
@@ -40,6 +40,13 @@ def command(
     requantize: Annotated[
         bool, typer.Option("--allow-requantize", help="Take weights that are quantized already.")
     ] = False,
+    imatrix: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Importance matrices, as llama.cpp writes them: errors in columns that matter weigh more.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print each tensor's format and size, and write nothing.")
@@ -48,18 +55,22 @@ def command(
 ) -> None:
     """Write a model's weights in another format, by llama.cpp's mixes. Tensors are read and written one by
     one, and OUT appears when all is written."""
-    from bonsai_jax.making import planned, quantize_file
+    from bonsai_jax.making import planned, quantize_file, read_importance
     from checkpoints import open_checkpoint
 
     how: dict[str, Any] = {
         "pure": pure,
         "tensor_formats": [_rule(rule) for rule in tensor_type or ()],
         "requantize": requantize,
+        "importance": None if imatrix is None else read_importance(imatrix),
     }
     checkpoint = open_checkpoint(source)
     if dry_run:
         changes = planned(checkpoint, format, **how)
-        print(text.json_line(_figures(changes, each=True)) if as_json else _table(changes))
+        if as_json:
+            print(text.json_line(_figures(changes, each=True)))
+        else:
+            print("\n".join([_table(changes), *_unnamed(imatrix, changes)]))
         return
     began = time.perf_counter()
     with bar("quantizing") as show:
@@ -72,7 +83,7 @@ def command(
     if as_json:
         print(text.json_line({"path": str(path), "seconds": seconds, **_figures(changes)}))
     else:
-        print(f"{path}: {_summary(changes)} in {seconds:.1f} s")
+        print("\n".join([f"{path}: {_summary(changes)} in {seconds:.1f} s", *_unnamed(imatrix, changes)]))
 
 
 def _rule(rule: str) -> tuple[str, str]:
@@ -80,6 +91,16 @@ def _rule(rule: str) -> tuple[str, str]:
     if not (pattern and equals and format):
         raise typer.BadParameter(f"--tensor-type {rule!r}: REGEX=FORMAT is expected, such as attn_v=q8_0")
     return pattern, format
+
+
+def _unnamed(imatrix: Path | None, changes: "list[Change]") -> list[str]:
+    """A line where the file of importance matrices lacks some."""
+    searched = [change for change in changes if change.searched]
+    lacking = [change.name for change in searched if not change.weighted]
+    if imatrix is None or not lacking:
+        return []
+    some = ", ".join(lacking[:3]) + (", ..." if len(lacking) > 3 else "")
+    return [f"{imatrix} does not name {len(lacking)} of {len(searched)} matrices, made without: {some}"]
 
 
 def _summary(changes: "list[Change]") -> str:
@@ -110,6 +131,7 @@ def _figures(changes: "list[Change]", *, each: bool = False) -> dict[str, Any]:
         "bytes_before": sum(c.nbytes_before for c in changes),
         "bytes_after": sum(c.nbytes_after for c in changes),
         "tensors_by_format": dict(Counter(c.after for c in changes)),
+        "tensors_weighted": sum(c.weighted for c in changes),
     }
     if each:
         figures["tensors"] = [

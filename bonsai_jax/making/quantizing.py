@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from bonsai_jax.making import recipes
+from bonsai_jax.making.importance import Importance, read_importance
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
 from checkpoints.geometry import GEOMETRY, tensor_nbytes
-from pallas_kernels import formats
+from pallas_kernels import formats, quantize
 
 PIECES = 1 << 17, 1 << 21  # weights that a program encodes
 VERSION = 2  # general.quantization_version of ggml's blocks
@@ -29,12 +30,18 @@ Progress = Callable[[int, int], None]  # weights so far, and in all
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What becomes of a tensor. before, after: formats."""
+    """What becomes of a tensor. before, after: formats; weighted: whether by an importance matrix."""
 
     name: str
     shape: tuple[int, ...]
     before: str
     after: str
+    weighted: bool = False
+
+    @property
+    def searched(self) -> bool:
+        """Whether an importance matrix makes a difference to it."""
+        return self.before != self.after and hasattr(formats.get(self.after), "quantize_weighted")
 
     @property
     def weights(self) -> int:
@@ -56,13 +63,22 @@ def planned(
     pure: bool = False,
     tensor_formats: Iterable[tuple[str, str]] = (),
     requantize: bool = False,
+    importance: str | os.PathLike[str] | Importance | None = None,
 ) -> list[Change]:
     """What `quantize_file` would do with each tensor, in the order of the file. Raises as it does."""
     checkpoint = _opened(source)
     recipe = recipes.recipe(format)
     tensors = _stored(checkpoint)
-    after = recipes.formats_of(tensors, checkpoint.metadata, recipe, pure=pure, chosen=tensor_formats)
+    known = _read(importance)
+    after = recipes.formats_of(
+        tensors, checkpoint.metadata, recipe, pure=pure, chosen=tensor_formats, weighted=known is not None
+    )
     changes = [Change(t.name, t.shape, t.format, after[t.name]) for t in tensors]
+    if known is not None:
+        changes = [
+            dataclasses.replace(c, weighted=c.searched and known.matrix(c.name, c.shape) is not None)
+            for c in changes
+        ]
     for change in changes:
         if change.before == change.after:
             continue
@@ -86,6 +102,7 @@ def quantize_file(
     pure: bool = False,
     tensor_formats: Iterable[tuple[str, str]] = (),
     requantize: bool = False,
+    importance: str | os.PathLike[str] | Importance | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Change]:
@@ -98,15 +115,38 @@ def quantize_file(
     tensor_formats  (regular expression, format) of tensors that get another one, the first that is found
                     counts
     requantize      take weights that are quantized already
+    importance      a file of importance matrices (`bj.importance`, llama.cpp's llama-imatrix), or what
+                    `making.read_importance` returns: errors of the matrices that it names are weighted by it
     overwrite       replace a file that is there
-    Blocks are those of llama.cpp's own quantizer without an importance matrix: equal to the bit in formats
-    with one rule, nearly so in those with a search (pallas_kernels/encoding.py). Raises ValueError for a
-    format that is not known and for weights that are no finite numbers, NotImplementedError for a Hugging
-    Face folder, CheckpointError for a file that cannot be read, FileExistsError and other OSErrors for one
-    that cannot be written.
+    Blocks are those of llama.cpp's own quantizer, with the same importance matrix: equal to the bit in
+    formats with one rule, nearly so in those with a search (pallas_kernels/encoding.py). Raises ValueError
+    for a format that is not known and for weights that are no finite numbers, NotImplementedError for a
+    Hugging Face folder, CheckpointError for a file that cannot be read and for an importance matrix of
+    another model, FileExistsError and other OSErrors for one that cannot be written.
     """
-    checkpoint, path = _opened(source), Path(path)
-    changes = planned(checkpoint, format, pure=pure, tensor_formats=tensor_formats, requantize=requantize)
+    checkpoint, path, known = _opened(source), Path(path), _read(importance)
+    changes = planned(
+        checkpoint,
+        format,
+        pure=pure,
+        tensor_formats=tensor_formats,
+        requantize=requantize,
+        importance=known,
+    )
+    check_new(path, overwrite)
+    metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
+    metadata.pop("general.file_type", None)
+    metadata = {key: value for key, value in metadata.items() if not key.startswith("quantize.imatrix.")}
+    if known is not None:
+        metadata |= known.metadata
+    if (file_type := recipes.recipe(format).file_type) is not None:
+        metadata["general.file_type"] = np.uint32(file_type)
+    write_gguf(path, metadata, _changed(checkpoint, changes, known, progress))
+    return changes
+
+
+def check_new(path: Path, overwrite: bool) -> None:
+    """Raise the OSError of a file that cannot be written, or may not be replaced."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
     if not path.parent.is_dir():
@@ -115,12 +155,14 @@ def quantize_file(
         raise FileExistsError(
             f"{path} is there already; name another, or replace it: --overwrite, overwrite=True"
         )
-    metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
-    metadata.pop("general.file_type", None)
-    if (file_type := recipes.recipe(format).file_type) is not None:
-        metadata["general.file_type"] = np.uint32(file_type)
-    write_gguf(path, metadata, _changed(checkpoint, changes, progress))
-    return changes
+
+
+def _read(importance: str | os.PathLike[str] | Importance | None) -> Importance | None:
+    return (
+        importance
+        if importance is None or isinstance(importance, Importance)
+        else read_importance(importance)
+    )
 
 
 def _opened(source: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
@@ -141,7 +183,9 @@ def _stored(checkpoint: Checkpoint) -> list[Tensor]:
     return [t for t in tensors if isinstance(t, Tensor)]
 
 
-def _changed(checkpoint: Checkpoint, changes: list[Change], progress: Progress) -> Iterator[Tensor]:
+def _changed(
+    checkpoint: Checkpoint, changes: list[Change], known: Importance | None, progress: Progress
+) -> Iterator[Tensor]:
     """The tensors of the new file."""
     total, done = sum(change.weights for change in changes), 0
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -149,40 +193,49 @@ def _changed(checkpoint: Checkpoint, changes: list[Change], progress: Progress) 
             if change.before == change.after:
                 yield tensor
             else:
-                yield _encoded(checkpoint.source, tensor, change.after, pool)
+                columns = known.matrix(change.name, change.shape) if known and change.weighted else None
+                yield _encoded(checkpoint.source, tensor, change.after, columns, pool)
             tensor.forget()
             done += change.weights
             progress(done, total)
 
 
-def _encoded(source: str, tensor: Tensor, format: str, pool: concurrent.futures.Executor) -> Tensor:
+def _encoded(
+    source: str, tensor: Tensor, format: str, columns: np.ndarray | None, pool: concurrent.futures.Executor
+) -> Tensor:
+    """A tensor in another format. columns: its importance, float32 [matrices, K]; None: all are equal."""
     before, after = GEOMETRY[tensor.format], GEOMETRY[format]
-    weights = math.lcm(before.weights, after.weights)  # blocks of both begin and end together, within a row
+    # Pieces of a row whose blocks begin and end together in both formats; whole rows, where columns differ.
+    weights = math.lcm(before.weights, after.weights) if columns is None else tensor.shape[-1]
     size_in, size_out = (weights // g.weights * g.bytes for g in (before, after))
     blocks = np.asarray(tensor.data).reshape(-1, size_in)
     out = np.empty((*tensor.shape[:-1], tensor.shape[-1] // after.weights * after.bytes), np.uint8)
-    written, pieces = out.reshape(-1, size_out), [piece // weights for piece in PIECES]
+    written, pieces = out.reshape(-1, size_out), [max(1, piece // weights) for piece in PIECES]
     each = next((piece for piece in pieces if piece >= len(blocks)), pieces[-1])
+    rows = max(1, len(blocks) if columns is None else len(blocks) // len(columns))  # of a matrix
 
     def encode(first: int) -> bool:
-        piece = blocks[first : first + each]
+        piece = blocks[first : min(first + each, (first // rows + 1) * rows)]
         padded = piece if len(piece) == each else np.pad(piece, [(0, each - len(piece)), (0, 0)])
+        own = None if columns is None else columns[first // rows]
         # ggml's rules hold to the bit on a CPU: compilers for GPUs fuse products and sums.
         with jax.default_device(jax.devices("cpu")[0]):
-            made, finite = _encode(padded, tensor.format, format)
-        written[first : first + each] = np.asarray(made)[: len(piece)]
+            made, finite = _encode(padded, own, tensor.format, format)
+        written[first : first + len(piece)] = np.asarray(made)[: len(piece)]
         return bool(finite)
 
-    if not all(pool.map(encode, range(0, len(blocks), each))):
+    firsts = [row for matrix in range(0, len(blocks), rows) for row in range(matrix, matrix + rows, each)]
+    if not all(pool.map(encode, firsts)):
         why = "has weights that are NaN or infinite; no format holds them"
         raise CheckpointError(f"{source}: {tensor.name} {why}")
     return Tensor(tensor.name, format, tensor.shape, out)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _encode(raw: jax.Array, before: str, after: str) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _encode(
+    raw: jax.Array, columns: jax.Array | None, before: str, after: str
+) -> tuple[jax.Array, jax.Array]:
     """Blocks, uint8 [n, bytes], of one format as blocks of another, and whether all weights are finite."""
     x = formats.get(before).dequantize(formats.unpack(before, raw))
-    module = formats.get(after)
-    fields = module.quantize(x.reshape(len(raw), -1, module.WEIGHTS))
-    return formats.pack(after, fields), jnp.isfinite(x).all()
+    packed = quantize(x.reshape(len(raw), -1), after, columns)
+    return formats.pack(after, packed.fields), jnp.isfinite(x).all()

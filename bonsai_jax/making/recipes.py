@@ -85,7 +85,7 @@ def recipe(name: str) -> Recipe:
     if key not in RECIPES:
         if key.startswith(("iq1", "iq2", "iq3")):
             raise ValueError(
-                f"format {name!r} needs an importance matrix, which is not supported yet; q2_k is as small"
+                f"format {name!r} cannot be written yet; q2_k with an importance matrix is as small"
             )
         raise ValueError(f"format {name!r} is not known; known are {', '.join(sorted(RECIPES))}")
     return RECIPES[key]
@@ -98,15 +98,18 @@ def formats_of(
     *,
     pure: bool = False,
     chosen: Iterable[tuple[str, str]] = (),
+    weighted: bool = False,
 ) -> dict[str, str]:
     """The format that each tensor of a GGUF file gets, by name.
 
     pure    every matrix gets the recipe's base format
     chosen  (regular expression, format) of tensors that get another one; the first that is found in the name
-            counts Raises ValueError for a format or an expression that is not valid.
+            counts
+    weighted  whether there is an importance matrix
+    Raises ValueError for a format or an expression that is not valid.
     """
     rules = [_rule(*pair) for pair in chosen]
-    mix = _Mix(tensors, metadata, recipe)
+    mix = _Mix(tensors, metadata, recipe, weighted)
     out = {}
     for tensor in sorted(tensors, key=lambda t: (_layer(t.name), t.name)):
         if not is_matrix(tensor):
@@ -148,7 +151,9 @@ def _layer(name: str) -> int:
 class _Mix:
     """llama.cpp's choice for each matrix, asked in the order of layers."""
 
-    def __init__(self, tensors: Sequence[Tensor], metadata: Mapping[str, Any], recipe: Recipe):
+    def __init__(
+        self, tensors: Sequence[Tensor], metadata: Mapping[str, Any], recipe: Recipe, weighted: bool
+    ):
         names = [t.name for t in tensors]
         key = f"{metadata.get('general.architecture')}."
 
@@ -156,7 +161,7 @@ class _Mix:
             value = metadata.get(key + name, default)
             return int(max(value)) if isinstance(value, Sequence) or getattr(value, "ndim", 0) else int(value)
 
-        self.recipe, self.base = recipe, recipe.base
+        self.recipe, self.base, self.weighted = recipe, recipe.base, weighted
         self.tied = "output.weight" not in names
         self.layers = number("block_count", 1)
         self.experts = number("expert_count", 0)
@@ -219,8 +224,10 @@ class _Mix:
             "q4_k_s": "q5_k" if first else self.base,
             "q4_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
             "q5_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
-            "iq4_nl": "q5_k" if first else self.base,
-            "iq4_xs": "q5_k" if first else self.base,
+            "iq4_nl": "q5_k" if first and not self.weighted else self.base,
+            "iq4_xs": "q5_k" if first and not self.weighted else self.base,
+            "q4_0": "q4_1" if first and self.weighted else self.base,
+            "q5_0": "q5_1" if first and self.weighted else self.base,
         }.get(self.recipe.name, self.base)
 
     def _attention_output(self) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import kinds, rope, workspaces
+from bonsai_jax.network import inputs, kinds, rope, workspaces
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
@@ -131,6 +131,9 @@ def decoder(
             updates: dict[str, Any] = {}
             place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
             place = dataclasses.replace(place, source=cache.source(config, half))
+            if tapped and taps.inputs:
+                weights = inputs.watched(place.weights, half, place.group, positions, read)
+                place = dataclasses.replace(place, weights=weights)
             states = cache.states.get(half.kind)
             state = states and states[place.group]
             at = half.kind, place.group

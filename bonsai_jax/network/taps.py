@@ -54,6 +54,8 @@ class Taps:
     edit   (name, layer, x) -> x, called while the layers are traced; `layer` may be traced
     at     names that `edit` is called for; those of the residual stream and what is added to it, unless given
     layers  number of the layer, or of the layers, that are read and edited; None: all
+    inputs  whether sums of squares of the matrices' inputs are returned too (network/inputs.py), of which
+            `bj.importance` makes importance matrices
 
     Nothing is done or kept where there are no taps. rot_q, rot_k, scores and pattern are what a kernel of
     attention keeps to itself: they exist where attention is the reference, as in `bj.forward` everywhere.
@@ -65,6 +67,7 @@ class Taps:
     edit: Callable[[str, int | jax.Array, jax.Array], jax.Array] | None = None
     at: frozenset[str] = frozenset(STREAM)
     layers: frozenset[int] | None = None
+    inputs: bool = False
 
     def __post_init__(self):
         for field in ("read", "at"):
@@ -84,7 +87,9 @@ class Taps:
     @property
     def used(self) -> frozenset[str]:
         """Sites at which something is read or edited."""
-        return self.read if self.edit is None else self.read | self.at
+        used = self.read if self.edit is None else self.read | self.at
+        # A kernel of experts keeps to itself what "down" is multiplied with, unless that is tapped.
+        return used | {"hidden"} if self.inputs else used
 
     def taps_layer(self, layer: int) -> bool:
         """Whether something is read or edited in this layer."""

@@ -60,7 +60,7 @@ def harvest(
         raise TypeError(f"model is a {type(model).__name__}; give what bj.load returns")
     if not isinstance(taps, Taps):
         raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output", layers=5)')
-    if not taps.read:
+    if not taps.read and not taps.inputs:
         raise ValueError('taps: they read nothing; name sites, as in bj.Taps("output")')
     taps.check_layers(model.config.num_layers)
     if batch_size is not None and (not isinstance(batch_size, int | np.integer) or batch_size < 1):

@@ -23,7 +23,7 @@ from pallas_kernels import device, selection
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import differentiated, product, same_part
 from pallas_kernels.problems import Experts, Matmul
-from pallas_kernels.qtensor import LayerStack, QTensor, leaves
+from pallas_kernels.qtensor import LayerStack, QTensor, leaves, noted
 from pallas_kernels.selection import Candidate
 
 MOST_ROWS = 256  # of a tile
@@ -53,6 +53,7 @@ def by_expert(
     weights  QTensors or LayerStacks
     zeros    what has no expert is 0; else it may be anything, which saves a decode step a launch
     """
+    weights = noted(weights, lambda: x, chosen)
     if len(weights) == 2:
         if (together := same_part(*weights, layer)) is None:
             return activation(*(by_expert(x, (w,), chosen, layer, zeros=zeros) for w in weights))

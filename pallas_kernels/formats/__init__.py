@@ -10,6 +10,9 @@ A format module defines
                  another way: key, shape [..., *field shape], standard deviation float32 [...] -> the field
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder
+    quantize_weighted  float32 [..., blocks of a row, WEIGHTS] and importance of the columns, which has this
+                 shape or broadcasts to it -> {field: array}, with errors weighted by column; absent if the
+                 format's rule does not depend on an importance matrix
 
 and, if GPU kernels multiply it,
 

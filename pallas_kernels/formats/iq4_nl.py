@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.encoding import inverse, signed_scale
+from pallas_kernels.encoding import column_weights, inverse, signed_scale
 from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
@@ -28,7 +28,16 @@ def dequantize(block):
 
 def quantize(x):
     """d by ggml's search; codes of the nearest values."""
-    d = signed_scale(x, near, TRIED)
+    return _stored(x, x * x)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with squares weighted by column."""
+    return _stored(x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights):
+    d = signed_scale(x, near, TRIED, weights)
     return {"d": d.astype(jnp.float16), "qs": packing.packed(nearest(x * inverse(d)[..., None]), 4)}
 
 

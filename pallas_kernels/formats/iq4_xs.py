@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.encoding import inverse, quantized_signed_scales, signed_scale
+from pallas_kernels.encoding import column_weights, inverse, quantized_signed_scales, signed_scale
 from pallas_kernels.formats.iq4_nl import TRIED, VALUES, WORDS, near, nearest, vector_codes
 from pallas_kernels.formats.q4_k import from_six_bit_words, six_bit_words
 
@@ -45,7 +45,17 @@ def quantize(x):
     """Of each 32 weights d by IQ4_NL's search; these in 6 bits, of the block's d; codes of the nearest
     values, by the d that is stored. (ggml takes the d before it is rounded.)"""
     x = x.reshape(*x.shape[:-1], 8, 32)
-    d, sc = quantized_signed_scales(signed_scale(x, near, TRIED), -32, 31)
+    return _stored(x, x * x)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with squares weighted by column."""
+    weights = column_weights(x, importance, 2)
+    return _stored(*(a.reshape(*a.shape[:-1], 8, 32) for a in (x, weights)))
+
+
+def _stored(x, weights):
+    d, sc = quantized_signed_scales(signed_scale(x, near, TRIED, weights), -32, 31)
     scale = d.astype(jnp.float32)[..., None] * sc
     qs = packing.packed(nearest(x * inverse(scale)[..., None]), 4)
     low, high = _packed_scales((sc + 32).astype(jnp.uint8))

@@ -12,7 +12,14 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
+from pallas_kernels.encoding import (
+    TRIALS,
+    codes_of,
+    column_weights,
+    quantized_scales,
+    scale_and_minimum,
+    weighted_scales,
+)
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -40,8 +47,21 @@ def quantize(x):
     dmin; codes by what was stored."""
     x = x.reshape(*x.shape[:-1], 16, 16)
     scale, minimum = scale_and_minimum(x, jnp.abs(x), 3, -0.5, 0.1, 15, absolute=True)
-    d, sc = quantized_scales(scale, 15)
-    dmin, m = quantized_scales(minimum, 15)
+    return _stored(x, quantized_scales(scale, 15), quantized_scales(minimum, 15))
+
+
+def quantize_weighted(x, importance):
+    """Of each 16 weights scale and minimum by ggml's search with weighted squares, then d, dmin and their
+    codes by another."""
+    weights = column_weights(x, importance, 1)
+    x, weights = (a.reshape(*a.shape[:-1], 16, 16) for a in (x, weights))
+    scale, minimum = scale_and_minimum(x, weights, 3, *TRIALS)
+    sums = weights.sum(axis=-1)
+    return _stored(x, weighted_scales(scale, sums, 15), weighted_scales(minimum, sums, 15))
+
+
+def _stored(x, scales, minimums):
+    (d, sc), (dmin, m) = scales, minimums
     q = codes_of(x, d, sc, dmin, m, 3).reshape(*d.shape, 2, 128)
     qs = packing.packed(q, 2).reshape(*d.shape, 64)
     return {"scales": sc | m << 4, "qs": qs, "d": d, "dmin": dmin}

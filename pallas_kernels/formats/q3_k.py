@@ -14,7 +14,16 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.encoding import quantized_signed_scales, refined_scale, signed_codes_of
+from pallas_kernels.encoding import (
+    column_weights,
+    quantized_signed_scales,
+    refined_scale,
+    rounded_between,
+    signed_codes_of,
+    signed_scale,
+    tenths,
+    weighted_signed_scales,
+)
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
@@ -45,7 +54,18 @@ def quantize(x):
     """Of each 16 weights the scale by ggml's search, one code after the other; these in 6 bits, of d; codes
     by what was stored."""
     x = x.reshape(*x.shape[:-1], 16, 16)
-    d, sc = quantized_signed_scales(refined_scale(x, -4, 3), -32, 31)
+    return _stored(x, *quantized_signed_scales(refined_scale(x, -4, 3), -32, 31))
+
+
+def quantize_weighted(x, importance):
+    """Of each 16 weights the scale by ggml's weighted search, then d and its codes by the same one."""
+    weights = column_weights(x, importance, 2)
+    x, weights = (a.reshape(*a.shape[:-1], 16, 16) for a in (x, weights))
+    scale = signed_scale(x, rounded_between(-4, 3), tenths(4), weights)
+    return _stored(x, *weighted_signed_scales(scale, weights.sum(axis=-1), -32, 31))
+
+
+def _stored(x, d, sc):
     q = (signed_codes_of(x, d, sc, -4, 3) + 4).astype(jnp.uint8).reshape(*d.shape, 256)
     sc = (sc + 32).astype(jnp.uint8)
     return {

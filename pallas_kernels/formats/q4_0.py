@@ -10,7 +10,14 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.encoding import inverse, signed_absmax
+from pallas_kernels.encoding import (
+    column_weights,
+    inverse,
+    rounded_between,
+    signed_absmax,
+    signed_fit,
+    tenths,
+)
 from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
@@ -34,6 +41,13 @@ def quantize(x):
     d = signed_absmax(x) / -8
     q = jnp.minimum(jnp.trunc(x * inverse(d)[..., None] + 8.5), 15).astype(jnp.uint8)
     return {"d": d.astype(jnp.float16), "qs": packing.packed(q, 4)}
+
+
+def quantize_weighted(x, importance):
+    """d by ggml's search with weighted squares, and the codes that it fitted."""
+    weights = column_weights(x, importance, 1, axes=2)
+    d, q = signed_fit(x, weights, rounded_between(-8, 7), tenths(8))
+    return {"d": d.astype(jnp.float16), "qs": packing.packed((q + 8).astype(jnp.uint8), 4)}
 
 
 def tile(block):

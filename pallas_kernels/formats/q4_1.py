@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.encoding import affine_codes
+from pallas_kernels.encoding import affine_codes, weighted_affine_codes
 from pallas_kernels.formats.q4_0 import codes, nibbles
 from pallas_kernels.formats.q8_0 import lane_scales
 
@@ -29,6 +29,12 @@ def quantize(x):
     """m is the least number and d a 15th of the range; q is (x - m) / d, rounded (ggml's
     quantize_row_q4_1_ref, to the bit)."""
     d, m, q = affine_codes(x, 15)
+    return {"d": d, "m": m, "qs": packing.packed(q, 4)}
+
+
+def quantize_weighted(x, importance):
+    """d and m by ggml's search with weighted squares, and the codes that it fitted."""
+    d, m, q = weighted_affine_codes(x, importance, 15)
     return {"d": d, "m": m, "qs": packing.packed(q, 4)}
 
 

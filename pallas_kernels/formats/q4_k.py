@@ -21,7 +21,14 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
-from pallas_kernels.encoding import codes_of, quantized_scales, scale_and_minimum
+from pallas_kernels.encoding import (
+    TRIALS,
+    codes_of,
+    column_weights,
+    quantized_scales,
+    scale_and_minimum,
+    weighted_scales,
+)
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
@@ -71,13 +78,31 @@ def quantize(x):
     return scales | packed_low(q)
 
 
+def quantize_weighted(x, importance):
+    q, scales = searched_weighted(x, importance, 15)
+    return scales | packed_low(q)
+
+
 def searched(x, levels, first, tries):
     """Codes, uint8 [..., 256], and {"d", "dmin", "scales"} (shared with Q5_K)."""
     x = x.reshape(*x.shape[:-1], 8, 32)
     weights = jnp.sqrt((x * x).mean(axis=-1, keepdims=True)) + jnp.abs(x)
     scale, minimum = scale_and_minimum(x, weights, levels, first, 0.1, tries)
-    d, sc = quantized_scales(scale, 63)
-    dmin, m = quantized_scales(minimum, 63)
+    return _stored(x, quantized_scales(scale, 63), quantized_scales(minimum, 63), levels)
+
+
+def searched_weighted(x, importance, levels):
+    """`searched`, with errors weighted by column, also those of d, dmin and their codes (shared with
+    Q5_K)."""
+    weights = column_weights(x, importance, 2)
+    x, weights = (a.reshape(*a.shape[:-1], 8, 32) for a in (x, weights))
+    scale, minimum = scale_and_minimum(x, weights, levels, *TRIALS)
+    sums = weights.sum(axis=-1)
+    return _stored(x, weighted_scales(scale, sums, 63), weighted_scales(minimum, sums, 63), levels)
+
+
+def _stored(x, scales, minimums, levels):
+    (d, sc), (dmin, m) = scales, minimums
     q = codes_of(x, d, sc, dmin, m, levels).reshape(*d.shape, 256)
     return q, {"d": d, "dmin": dmin, "scales": _packed_six_bits(sc, m)}
 

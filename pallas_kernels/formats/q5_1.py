@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.encoding import affine_codes
+from pallas_kernels.encoding import affine_codes, weighted_affine_codes
 from pallas_kernels.formats.q5_0 import SCALES, codes, packed, vector_codes
 from pallas_kernels.formats.q5_k import WORDS
 
@@ -27,6 +27,12 @@ def dequantize(block):
 def quantize(x):
     """As Q4_1, with twice as many steps (ggml's quantize_row_q5_1_ref, to the bit)."""
     d, m, q = affine_codes(x, 31)
+    return {"d": d, "m": m, **packed(q)}
+
+
+def quantize_weighted(x, importance):
+    """As Q4_1, with twice as many steps."""
+    d, m, q = weighted_affine_codes(x, importance, 31)
     return {"d": d, "m": m, **packed(q)}
 
 

@@ -22,6 +22,7 @@ from pallas_kernels.formats.q4_k import (
     packed_low,
     scales_mins,
     searched,
+    searched_weighted,
     tile_scales_mins,
     untile_scales_mins,
     vector_codes,
@@ -51,6 +52,11 @@ def codes(block):
 def quantize(x):
     """As Q4_K, with twice as many codes."""
     q, scales = searched(x, 31, -0.5, 15)
+    return scales | {"qh": packing.packed(q >> 4, 1)} | packed_low(q)
+
+
+def quantize_weighted(x, importance):
+    q, scales = searched_weighted(x, importance, 31)
     return scales | {"qh": packing.packed(q >> 4, 1)} | packed_low(q)
 
 

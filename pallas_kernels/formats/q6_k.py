@@ -13,7 +13,13 @@ import numpy as np
 
 from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.encoding import quantized_signed_scales, rounded_between, signed_codes_of, signed_scale
+from pallas_kernels.encoding import (
+    quantized_signed_scales,
+    rounded_between,
+    signed_codes_of,
+    signed_scale,
+    tenths,
+)
 
 WEIGHTS = 256
 BLOCK = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
@@ -38,7 +44,17 @@ def _codes(block):
 def quantize(x):
     """Of each 16 weights the scale by ggml's search; these in 8 bits, of d; codes by what was stored."""
     x = x.reshape(*x.shape[:-1], 16, 16)
-    scale = signed_scale(x, rounded_between(-32, 31), [-32, *(-32 - 0.1 * i for i in range(-9, 10) if i)])
+    return _stored(x, x * x)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with squares weighted by column."""
+    x, weights = (a.reshape(*a.shape[:-1], 16, 16) for a in (x, jnp.broadcast_to(importance, x.shape)))
+    return _stored(x, weights)
+
+
+def _stored(x, weights):
+    scale = signed_scale(x, rounded_between(-32, 31), tenths(32), weights)
     d, sc = quantized_signed_scales(scale, -128, 127)
     q = signed_codes_of(x, d, sc, -32, 31).reshape(*d.shape, 2, 128) + 32
     q = q.astype(jnp.uint8)

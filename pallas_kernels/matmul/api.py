@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import kernel_of, product, rotated_input
-from pallas_kernels.norm import centered
-from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
+from pallas_kernels.norm import centered, rms_norm
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, noted
 from pallas_kernels.tiles import TILE_ROWS
 
 
@@ -50,7 +50,8 @@ def matmul(
     """
     _check("matmul", x, {"w": w}, layer, gamma, residual)
     x = centered(x.astype(jnp.float32)) if layer_norm else x
-    return product(x, (w,), layer, gamma, eps, residual)
+    weights = noted((w,), lambda: _normed(x, layer, gamma, eps))
+    return product(x, weights, layer, gamma, eps, residual)
 
 
 def gated(
@@ -73,7 +74,8 @@ def gated(
     """
     _check("gated", x, {"gate": gate, "up": up}, layer, gamma, None)
     x = centered(x.astype(jnp.float32)) if layer_norm else x
-    return product(x, (gate, up), layer, gamma, eps, None, activation)
+    weights = noted((gate, up), lambda: _normed(x, layer, gamma, eps))
+    return product(x, weights, layer, gamma, eps, None, activation)
 
 
 def sent_product(
@@ -95,6 +97,12 @@ def sent_product(
                 x, _ = rotated_input(x, piece, layer, None, 0.0, kernel)
                 return kernel.module.run_and_send(x, piece, i, peers)
     return [all_reduce.send(matmul(x, w, layer), peers)]
+
+
+def _normed(x, layer, gamma, eps) -> jax.Array:
+    if gamma is None:
+        return x
+    return rms_norm(x.astype(jnp.float32), gamma if gamma.ndim == 1 else gamma[layer], eps)
 
 
 def _check(op: str, x, weights: dict[str, QTensor | LayerStack], layer, gamma, residual) -> None:

@@ -267,7 +267,7 @@ def test_a_cleared_prefix_cache_knows_nothing_and_frees_what_has_no_holder():
     tables = [cache.pages.take(2), cache.pages.take(2)]
     for table, tokens in zip(tables, ([1, 2, 3, 4], [5, 6, 7, 8]), strict=True):
         cache.insert(tokens, table, ready=True)
-    saved = [cache.save(tokens) for tokens in ([1, 2], [5, 6])]
+    saved = [cache.save(own, table) for own, table in zip(([1, 2], [5, 6]), tables, strict=True)]
     cache.checkpoints.hold(saved[0])  # a request will begin with it
     cache.release(tables[0])
     cache.clear()

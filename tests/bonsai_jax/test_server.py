@@ -245,7 +245,7 @@ def test_reasoning_effort_and_template_variables(model, server):
     template = "{{ enable_thinking }}/{{ reasoning_effort }}/{{ style }}:{{ messages[0].content }}"
     own = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, chat_template=template))
     before = server.service.model
-    server.service.model = own
+    server.service.engine.model = own
     try:
         for body, text in (
             ({"reasoning_effort": "none"}, "False//"),
@@ -257,7 +257,7 @@ def test_reasoning_effort_and_template_variables(model, server):
         got = server.post("/v1/chat/completions", messages=HI, chat_template_kwargs={"messages": []}).json()
         assert got["error"]["param"] == "chat_template_kwargs.messages"
     finally:
-        server.service.model = before
+        server.service.engine.model = before
 
 
 def test_metrics_can_be_parsed_and_count(server):

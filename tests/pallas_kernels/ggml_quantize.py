@@ -20,15 +20,18 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def quantize(x: np.ndarray, format: str) -> np.ndarray:
-    """float32 [rows, K] -> blocks, uint8 [rows, bytes of a row], without an importance matrix."""
+def quantize(x: np.ndarray, format: str, importance: np.ndarray | None = None) -> np.ndarray:
+    """float32 [rows, K] -> blocks, uint8 [rows, bytes of a row]. importance: float32 [K]."""
     geometry = GEOMETRY[format]
     x = np.ascontiguousarray(x, np.float32)
     rows, columns = x.shape
+    importance = None if importance is None else np.ascontiguousarray(importance, np.float32)
+    assert importance is None or importance.shape == (columns,)
     out = np.zeros((rows, columns // geometry.weights * geometry.bytes), np.uint8)
     written = _library().ggml_quantize_chunk(
         ctypes.c_int(geometry.id), ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(out.ctypes.data),
-        ctypes.c_int64(0), ctypes.c_int64(rows), ctypes.c_int64(columns), None,
+        ctypes.c_int64(0), ctypes.c_int64(rows), ctypes.c_int64(columns),
+        None if importance is None else ctypes.c_void_p(importance.ctypes.data),
     )  # fmt: skip
     assert written == out.nbytes
     return out

@@ -13,6 +13,7 @@ from tests.pallas_kernels import ggml_quantize
 
 ONE_RULE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q1_0", "q2_0_g64", "tq1_0", "tq2_0", "mxfp4")
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "nvfp4")
+WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1", *(name for name in SEARCHED if name != "nvfp4"))
 TERNARY = ("q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0", "tq1_0", "tq2_0")
 ROWS, COLUMNS = 64, 512
 
@@ -75,6 +76,62 @@ def test_searches_find_what_ggml_s_find(format):
     print(f"{format}: {same:.3f} of groups are the same, error {error / least:.5f} times ggml's")
     assert same > (0.8 if format == "iq4_xs" else 0.97)
     assert error < 1.001 * least
+
+
+def column_importance(seed: int) -> np.ndarray:
+    """float32 [COLUMNS], as activations have it: a few columns stand out, and some are never used."""
+    importance = np.random.default_rng(seed).lognormal(sigma=2, size=COLUMNS)
+    importance[64:72] = importance[480:] = 0
+    return importance.astype(np.float32)
+
+
+def test_formats_with_a_weighted_rule_are_all_compared():
+    assert set(WEIGHTED) == {
+        name for name in formats.names() if hasattr(formats.get(name), "quantize_weighted")
+    }
+
+
+@pytest.mark.parametrize("format", WEIGHTED)
+def test_importance_weights_errors_as_ggml_s_does(format):
+    """Scales that differ only in codes of columns without importance are equally good, and the last bit of a
+    sum decides between them."""
+    x, importance = weights(1), column_importance(2)
+    expected = decoded(ggml_quantize.quantize(x, format, importance), format)
+    packed = jax.jit(quantize, static_argnums=1)(x, format, importance)
+    found = decoded(np.asarray(formats.pack(format, packed.fields)), format)
+    same = (expected == found).reshape(-1, 32).all(axis=1).mean()
+    plain = decoded(ggml_quantize.quantize(x, format), format)
+    error, least, without = (
+        float((importance * ((w - x) / np.abs(x).max(axis=1, keepdims=True).clip(1e-9)) ** 2).sum())
+        for w in (found, expected, plain)
+    )
+    print(f"{format}: {same:.3f} are the same, error {error / least:.5f}, {without / least:.3f} without")
+    assert same > (0.8 if format == "iq4_xs" else 0.94)
+    assert error < 1.001 * least
+    assert error < without
+
+
+@pytest.mark.parametrize("format", ["q8_0", "q1_0", "nvfp4"])
+def test_other_formats_ignore_it_as_ggml_does(format):
+    x, importance = weights(3)[:12], column_importance(4)
+    np.testing.assert_array_equal(
+        ggml_quantize.quantize(x, format, importance), ggml_quantize.quantize(x, format)
+    )
+    packed = quantize(jnp.asarray(x), format, jnp.asarray(importance))
+    np.testing.assert_array_equal(
+        formats.pack(format, packed.fields), formats.pack(format, quantize(jnp.asarray(x), format).fields)
+    )
+
+
+def test_matrices_of_a_stack_have_an_importance_each():
+    x = weights(7)[10:18].reshape(2, 4, COLUMNS)
+    importance = np.stack([column_importance(8), column_importance(9)])
+    both = dequantize(quantize(jnp.asarray(x), "q4_0", jnp.asarray(importance)))
+    for one, matrix, columns in zip(both, x, importance, strict=True):
+        expected, plain = (dequantize(quantize(jnp.asarray(matrix), "q4_0", c)) for c in (columns, None))
+        assert (one == expected).mean() > 0.99 > 0.5 > (one == plain).mean()
+    with pytest.raises(ValueError, match=r"importance has shape \(4,\).*one number per column, \(512,\)"):
+        quantize(jnp.asarray(x), "q4_0", jnp.ones(4))
 
 
 @pytest.mark.parametrize("format", TERNARY)
