@@ -302,11 +302,14 @@ def test_beside_speculation_answers_are_the_same_and_others_go_on_guessing(engin
     def asked(engine):
         params = [dataclasses.replace(NOISE, seed=i, temperature=float(i % 2)) for i in range(len(each))]
         how = {"max_new_tokens": 40, "ignore_eos": True}
+        gate = threading.Event()
+        engine._send(gate.wait)  # all of them are there before the first runs
         free = engine.submit(same, GREEDY, **how)
         handles = [
             engine.submit(prompt(6 + i, i), own, constraint=one, **how)
             for i, (one, own) in enumerate(zip(each, params, strict=True))
         ]
+        gate.set()
         return free.result(60), [handle.result(60) for handle in handles]
 
     free, outputs = asked(engine)

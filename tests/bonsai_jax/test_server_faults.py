@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 
@@ -106,8 +107,14 @@ def test_pages_run_out(model, right):
     """Each answer takes three pages, and there are five for all: two at once do not fit. A request that could
     never fit is refused at once."""
     with serving(model, rows=2, engine={"pages": 5}) as served:
+        engine, together = served.service.engine, threading.Event()
+        engine._send(lambda: together.wait(WAIT_S))  # the engine's thread, until several requests are there
         with concurrent.futures.ThreadPoolExecutor(12) as threads:
             answers = {prompt: threads.submit(whole, served.url, prompt) for prompt in PROMPTS}
+            ends = time.monotonic() + WAIT_S
+            while len(engine._inbox) < 4 and time.monotonic() < ends:
+                time.sleep(0.01)
+            together.set()
             large = served.post(TEXT, **BODY, prompt=[5] * 300, max_tokens=50)
             got = {prompt: answer.result(WAIT_S) for prompt, answer in answers.items()}
         assert got == right
