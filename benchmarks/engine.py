@@ -123,7 +123,7 @@ def engine(model: bj.Model, rows: int, pages: int, context: int, **more) -> Loop
 
 def compile_for(loop: Loop, sizes: Sequence[int | tuple[int, int]]) -> None:
     """Steps of so many rows, and these shapes of prefill."""
-    loop.runner.compile([loop.runner.padding(size, None) for size in sizes], lambda done, total: None)
+    loop.runner.warmup([loop.runner.padding(size, None) for size in sizes], lambda done, total: None)
     loop.scheduler.compiled.update(sizes)
 
 

@@ -116,7 +116,7 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
     by a call inside a fusion, and Mosaic takes multiples of 256 bytes only: prompts of 64 pages failed."""
     with as_on_a_gpu((9, 0)):
         _, pool, config = shapes("synth:tiny-qwen3:q1_0", context=4096)
-        layout = on_device.layout(pool, tokens := 64)
+        layout = on_device.layout(pool, tokens := 64, chained=False)
 
         def read(columns, q, cache):
             chunk = on_device.unpacked(columns, layout)
