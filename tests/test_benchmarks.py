@@ -321,6 +321,9 @@ def test_a_crowd_through_the_engine_is_beside_the_bench():
     assert row["rows"] == 2 and row["host_ms"] > 0 and row["user_s"] > 0
     assert row["share_of_bench"] == row["engine_tok_s"] / row["bench_tok_s"][0]
     assert not free["reproducible"] and same["reproducible"] and same["same_tokens"]
+    options = ("-m", "synth:tiny-llama:q8_0", "--rows", 4, "--sizes", "1,2", "--requests", 5, "--pages", 200)
+    _, row = map(json.loads, script("engine", "trace", *options).splitlines())
+    assert row["new_tok_s"] > 0
 
 
 def test_devices_for_some_requests_a_minute_are_as_many_as_bear_them():
