@@ -164,7 +164,7 @@ def engine(o: argparse.Namespace) -> bj.Engine:
 
 
 def waits(results: list[dict]) -> dict[str, dict[str, float]]:
-    """Quantiles of what people wait for, over all requests."""
+    """Quantiles of the waiting times of all requests."""
     streams = [times for result in results for times in result["times"]]
     gaps = np.concatenate([np.diff(times) for times in streams])
     seconds = {"ttft_s": [times[0] for times in streams], "between_s": gaps if len(gaps) else [0.0]}

@@ -85,7 +85,7 @@ def command(
 def _chunks(
     words: str, opened: "list[Checkpoint]", context: int, most: int | None
 ) -> "Int[np.ndarray, 'chunks context']":
-    """The text for both models. What is wrong with it is found before any weight is read."""
+    """The text for both models. Its errors are raised before any weight is read."""
     from bonsai_jax.measure import divergence, evaluate
     from bonsai_jax.network import architectures
 

@@ -133,7 +133,7 @@ def sample(
     allowed: UInt32[Array, "B words"] | None = None,
     scored: bool = False,
 ) -> tuple[Int[Array, "B"], Sampler, Chain, Float[Array, "B"] | None]:
-    """sampling.sample for rows of which some use the chain.
+    """sampling.sample for a batch in which some rows use the chain.
 
     running  rows that draw
     scored   return sampling.sampled_logprobs too, else None. XTC's are those after its own draw, whether the

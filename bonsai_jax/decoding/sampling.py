@@ -240,7 +240,7 @@ def score_each(
     tokens: Int[Array, "B T"],
     allowed: UInt32[Array, "B T words"] | None = None,
 ) -> Float[Array, "B T"]:
-    """`sampled_logprobs` of what `sample_each` drew."""
+    """`sampled_logprobs` of the tokens that `sample_each` drew."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, tokens, allowed))
     sampler, logits, drawn, masks = flat
     return sampled_logprobs(rules(sampler, masks), logits, drawn).reshape(tokens.shape)

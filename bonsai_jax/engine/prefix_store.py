@@ -113,7 +113,7 @@ class PrefixStore:
             self._jobs.append(job)
 
     def step(self, cache: PrefixCache) -> None:
-        """Dispatch copies of what waits to be written, as long as few are under way."""
+        """Dispatch copies of the pages and states that wait to be written, as long as few are under way."""
         while self._jobs and self._flying < MOST_FLYING:
             jobs = [self._jobs.popleft()]
             while jobs[0].checkpoint is None and self._jobs and len(jobs) < PAGES_AT_ONCE:

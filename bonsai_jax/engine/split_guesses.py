@@ -110,7 +110,7 @@ def draw(
 
 
 def _proposed(params: Params, state: State, config: ModelConfig, width: int) -> Int[Array, "R W-1"]:
-    """What is proposed to follow each row's newest token, as far as the row may go on."""
+    """The tokens that are proposed to follow each row's newest one, as far as the row may go on."""
     s = state.speculation
     assert s is not None
     proposals, _ = proposers.get(s.proposer).propose(params, state, config, width - 1)

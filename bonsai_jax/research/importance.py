@@ -29,7 +29,7 @@ def importance(
 
         matrices = bj.importance(model, texts)
         bj.quantize_file("model-f16.gguf", "model-q4_k_m.gguf", "q4_k_m", importance=matrices)
-        matrices.write("imatrix.gguf")                # llama.cpp's llama-quantize reads it too
+        matrices.write("imatrix.gguf")                # in the layout of llama.cpp's llama-imatrix
 
     Each expert has its own, of the tokens that were sent to it. Embeddings and the output matrix have none,
     and neither have latent attention's matrices of one head each. Take the model that is to be quantized, in

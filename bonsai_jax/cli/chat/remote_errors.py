@@ -1,4 +1,4 @@
-"""What goes wrong with a server, in one line and with a remedy."""
+"""Errors of a server, each in one line and with a remedy."""
 
 import json
 from collections.abc import Mapping
