@@ -405,20 +405,22 @@ class State(states.State, struct.PyTreeNode):
         return self.ring.at[rows, :size].get(mode="clip", wrap_negative_indices=False)
 
     def _with_copies(self, source: Int[Array, "P"], to: Int[Array, "P"]) -> Self:
-        """With pages `to` as copies of pages `source`; those beyond the last are none. Without the barrier
-        XLA could read and write in one loop, for which it copies the whole array."""
-        return self._with_content(jax.lax.optimization_barrier(self._content(source)), to)
+        """With pages `to` as copies of pages `source`; those beyond the last are none. XLA reads and writes
+        in one loop: every prefill copies so, and mostly nothing."""
+        return self._with_content(self._content(source), to)
 
     def _with_ring_copies(self, source: Int[Array, "R"], to: Int[Array, "R"]) -> Self:
         """With rings of rows `to` as copies of those of `source`; those beyond the last are none. Mostly
-        there are none, and nothing is read."""
+        there are none, and nothing is read. Without the barrier XLA could read and write in one loop, for
+        which it copies the whole array in a program of its own."""
         assert self.ring is not None
         moves = (source != to) & (to < len(self.ring))
 
         def copied(state: Self) -> Self:
             pages, own = state._ring_pages(source), state._ring_pages(to)
             targets = jnp.where(moves[:, None], own, state.num_pages)
-            return state._with_copies(pages.reshape(-1), targets.reshape(-1))
+            content = jax.lax.optimization_barrier(state._content(pages.reshape(-1)))
+            return state._with_content(content, targets.reshape(-1))
 
         return jax.lax.cond(jnp.any(moves), copied, lambda state: state, self)
 
