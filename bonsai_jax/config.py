@@ -67,6 +67,15 @@ class Group:
     layers: tuple[int, ...]
 
 
+class Run(NamedTuple):
+    """Layers from `start` on that repeat: `turns` times `period` layers, whose settings are the same in every
+    turn."""
+
+    start: int
+    period: int
+    turns: int
+
+
 class Position(NamedTuple):
     """Where the weights and the state of half a layer lie: in which group of its kind, at which index."""
 
@@ -152,11 +161,25 @@ class ModelConfig:
         return Position(group, groups[group].layers.index(layer))
 
     @functools.cached_property
-    def period(self) -> int:
-        """The least number of layers after which settings repeat: 1 where all layers are alike, num_layers
-        where nothing repeats."""
-        layers = self.layers
-        return next(p for p in range(1, len(layers) + 1) if layers[p:] == layers[: len(layers) - p])
+    def runs(self) -> tuple[Run, ...]:
+        """All layers, as runs of layers that repeat, with as few layers in their first turns as there can be:
+        prefill loops over turns, so that no others are traced and compiled. One run with a period of 1 where
+        all layers are alike."""
+        number = {layer: i for i, layer in enumerate(self.layers)}
+        layers = [number[layer] for layer in self.layers]
+        count = len(layers)
+        best: list[tuple[Run, ...]] = [()] * (count + 1)  # runs of the layers from the i-th on
+        traced = [0] * (count + 1)
+        for start in reversed(range(count)):
+            choices = []
+            for period in range(1, count - start + 1):
+                first, stop = layers[start : start + period], start
+                while layers[stop : stop + period] == first:
+                    stop += period
+                    choices.append((period + traced[stop], 1 + len(best[stop]), -stop, period))
+            traced[start], _, before, period = min(choices)  # of equals the longest first
+            best[start] = Run(start, period, (-before - start) // period), *best[-before]
+        return best[0]
 
     def for_device(self, parts: int) -> "ModelConfig":
         """The config of each of `parts` devices that share the weights."""

@@ -6,7 +6,7 @@ tokens -> embed -> decoder: both halves of each layer (kinds/) -> logits
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import arguments
-from bonsai_jax.config import ModelConfig
+from bonsai_jax.config import ModelConfig, Run
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import inputs, kinds, rope, workspaces
 from bonsai_jax.network.cache import KVCache
@@ -63,10 +63,10 @@ def decoder(
     the first so many layers run.
 
     Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
-    scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
-    their settings repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one
-    launch, or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures straight code
-    as one graph, but a loop not.
+    scanned with the cache as carry, so that its pages are updated in place: a loop for each run of layers
+    whose settings repeat (ModelConfig.runs); weights stay stacked and are indexed by layer. A decode step on
+    kernels is one launch, or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures
+    straight code as one graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
     if not isinstance(taps, Taps):
@@ -91,17 +91,19 @@ def decoder(
         number: int,
         half: Any,
         turn: Any = 0,
+        period: int = 1,
         tap: Mapping[str, Tap] = NO_TAPS,
         updates: Any = None,
         start: Any = None,
     ) -> Place:
-        """Where a half of the layer at a place of the turn-th period runs; turn may be traced."""
+        """Where a half of a layer runs: the one that comes `turn` periods after this one; turn may be
+        traced."""
         group = config.position(number, half).group
         return Place(
             settings=half,
             weights=params.layers[half.kind][group],
             group=group,
-            index=_index(config, number, half, turn),
+            index=_index(config, number, half, turn, period),
             eps=config.rms_norm_eps,
             residual_scale=config.residual_scale,
             positions=positions,
@@ -117,11 +119,11 @@ def decoder(
             layer_vectors=vectors,
         )
 
-    def layer_step(carry, number, turn=0, tapped=None):
-        """The layer at a place of the turn-th period; tapped: whether taps have a place there."""
+    def layer_step(carry, number, tapped, turn=0, period=1):
+        """The layer that comes `turn` periods after this one; tapped: whether taps have a place there."""
         layer, read = config.layers[number], {}
-        tapped = taps.taps_layer(number) if tapped is None else tapped
-        tap = taps.for_layer(_layer_number(config, number, turn), read) if tapped else NO_TAPS
+        later = turn if (number, period) == (0, 1) else number + period * turn
+        tap = taps.for_layer(later, read) if tapped else NO_TAPS
 
         def through(site: str, x: jax.Array) -> jax.Array:
             return tap[site](x) if site in tap else x
@@ -129,7 +131,7 @@ def decoder(
         def half_step(half, start, carry):
             x, cache, spaces = carry
             updates: dict[str, Any] = {}
-            place = place_of(number, half, turn, tap, updates if keep_updates else None, start)
+            place = place_of(number, half, turn, period, tap, updates if keep_updates else None, start)
             place = dataclasses.replace(place, source=cache.source(config, half))
             if tapped and taps.inputs:
                 weights = inputs.watched(place.weights, half, place.group, positions, read)
@@ -156,16 +158,38 @@ def decoder(
         x, *rest = carry
         return (through("output", x), *rest), read
 
-    def period(carry, turn, tapped):
-        each = []
-        for number in range(config.period):
-            carry, read = layer_step(carry, number, turn, tapped[number])
-            each.append(read)
-        return carry, each
+    def straight(carry, numbers: Iterable[int]):
+        """Layers one after another, and what taps read of each."""
+        parts = []
+        for number in numbers:
+            carry, read = layer_step(carry, number, taps.taps_layer(number))
+            parts.append({site: value[None] for site, value in read.items()})
+        return carry, parts
 
-    def tapped_places(turn):
-        """Which layers of a period are tapped."""
-        return tuple(taps.taps_layer(turn * config.period + number) for number in range(config.period))
+    def looped(carry, run: Run):
+        """A run in one loop where all its turns are tapped alike; where taps name layers, a loop for each
+        part that is."""
+        places, parts = range(run.start, run.start + run.period), []
+
+        def tapped(turn):
+            return tuple(taps.taps_layer(number + run.period * turn) for number in places)
+
+        def body(carry, turn, tapped):
+            each = []
+            for number, is_tapped in zip(places, tapped, strict=True):
+                carry, read = layer_step(carry, number, is_tapped, turn, run.period)
+                each.append(read)
+            return carry, each
+
+        unroll = max(1, UNROLL // run.period) if params.step.unrolled else 1
+        for alike, some in itertools.groupby(range(run.turns), tapped):
+            turns = list(some)
+            carry, each = jax.lax.scan(
+                functools.partial(body, tapped=alike), carry, jnp.arange(turns[0], turns[-1] + 1),
+                unroll=min(unroll, len(turns)),
+            )  # fmt: skip
+            parts.append(_of_turns(each))
+        return carry, parts
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
     whole = one_token and not taps.used and not keep_updates and count == config.num_layers
@@ -175,63 +199,64 @@ def decoder(
 
         x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
     elif one_token and params.step.unrolled:
-        carry, each = (x, cache, workspaces.empty(config, cache, rows)), []
-        for number in range(count):
-            carry, layer_read = layer_step(carry, number)
-            each.append(layer_read)
-        x, cache, _ = carry
-        read = _by_layer([], each)
+        carry, parts = straight((x, cache, workspaces.empty(config, cache, rows)), range(count))
+        (x, cache, _), read = carry, _by_layer(parts)
     else:
-        turns, rest = divmod(count, config.period)
-        unroll = max(1, UNROLL // config.period) if params.step.unrolled else 1
-        carry, scanned, each = (x, cache, {}), [], []
-        # One loop where all layers are tapped alike; where taps name layers, a loop for each run of turns.
-        for tapped, run in itertools.groupby(range(turns), tapped_places):
-            body, numbers = functools.partial(period, tapped=tapped), list(run)
-            carry, by_turn = jax.lax.scan(
-                body, carry, jnp.arange(numbers[0], numbers[-1] + 1), unroll=min(unroll, len(numbers))
-            )
-            scanned.append(by_turn)
-        for number in range(count - rest, count):
-            carry, layer_read = layer_step(carry, number)
-            each.append(layer_read)
-        (x, cache, _), read = carry, _by_layer(scanned, each)
+        carry, parts = (x, cache, {}), []
+        for run in _first_layers(config.runs, count):
+            if run.turns == 1:
+                carry, more = straight(carry, range(run.start, run.start + run.period))
+            else:
+                carry, more = looped(carry, run)
+            parts += more
+        (x, cache, _), read = carry, _by_layer(parts)
     return x, kv.advance(cache, positions), read
 
 
-def _layer_number(config: ModelConfig, number: int, turn: Any) -> Any:
-    """Number of the layer at a place of the turn-th period."""
-    return turn if (number, config.period) == (0, 1) else number + config.period * turn
+def _first_layers(runs: Iterable[Run], count: int) -> Iterator[Run]:
+    """The runs of the first so many layers."""
+    for run in runs:
+        layers = min(run.period * run.turns, count - run.start)
+        turns, rest = divmod(max(0, layers), run.period)
+        if turns:
+            yield run._replace(turns=turns)
+        if rest:
+            yield Run(run.start + turns * run.period, rest, 1)
 
 
-def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
-    """Index, in its group, of a half of the layer at a place of the turn-th period."""
+def _index(config: ModelConfig, number: int, half: Any, turn: Any, period: int) -> Any:
+    """Index, in its group, of a half of the layer that comes `turn` periods after this one."""
     start = config.position(number, half).index
-    step = sum(half in layer.halves for layer in config.layers[: config.period])
+    step = sum(half in layer.halves for layer in config.layers[number : number + period])
     # As it is where it is the turn: models of one kind of layer have no arithmetic here.
     return turn if (start, step) == (0, 1) else start + step * turn
 
 
-def _by_layer(
-    loops: list[list[dict[str, jax.Array]]], rest: list[dict[str, jax.Array]]
-) -> dict[str, jax.Array]:
-    """What taps read, by site and stacked over the layers that have it: for each loop at each place of a
-    period for all turns, and in the layers after them. Raises ValueError where shapes differ."""
+def _of_turns(places: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """What taps read in a loop, by site and by layer: of each place of a period for all turns. Raises
+    ValueError where shapes differ."""
+    sites = {}
+    for site in dict.fromkeys(name for read in places for name in read):
+        each = [read[site] for read in places if site in read]
+        _check_alike(site, each)
+        if len(each) == 1:
+            sites[site] = each[0]
+        else:
+            stacked = jnp.stack(each, axis=1)
+            sites[site] = stacked.reshape(-1, *stacked.shape[2:])
+    return sites
+
+
+def _by_layer(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """What taps read, by site and stacked over the layers that have it. Raises ValueError where shapes
+    differ."""
     sites: dict[str, list[jax.Array]] = {}
-    for places in loops:
-        for site in dict.fromkeys(name for read in places for name in read):
-            each = [read[site] for read in places if site in read]
-            _check_alike(site, each)
-            stacked = each[0] if len(each) == 1 else jnp.stack(each, axis=1)
-            sites.setdefault(site, []).append(
-                stacked if len(each) == 1 else stacked.reshape(-1, *stacked.shape[2:])
-            )
-    for read in rest:
-        for site, value in read.items():
-            sites.setdefault(site, []).append(value[None])
-    for site, parts in sites.items():
-        _check_alike(site, parts)
-    return {site: parts[0] if len(parts) == 1 else jnp.concatenate(parts) for site, parts in sites.items()}
+    for part in parts:
+        for site, values in part.items():
+            sites.setdefault(site, []).append(values)
+    for site, each in sites.items():
+        _check_alike(site, each)
+    return {site: each[0] if len(each) == 1 else jnp.concatenate(each) for site, each in sites.items()}
 
 
 def _check_alike(site: str, parts: list[jax.Array]) -> None:

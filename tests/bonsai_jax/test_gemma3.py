@@ -98,7 +98,9 @@ def test_each_layer_has_its_window_and_its_rope():
     config = tiny("tiny-gemma3").config
     assert [layer.mixer.window for layer in config.layers] == [48, 48, None, 48, 48]
     assert [layer.mixer.rope.base for layer in config.layers] == [1e4, 1e4, 1e6, 1e4, 1e4]
-    assert config.period == 3 and [group.layers for group in config.groups("attention")] == [
+    assert config.runs == ((0, 1, 2), (2, 1, 1), (3, 1, 2)) and [
+        group.layers for group in config.groups("attention")
+    ] == [
         (0, 1, 3, 4),
         (2,),
     ]

@@ -176,9 +176,13 @@ def test_settings_by_layer():
     assert ropes("tiny-cohere2") == ["none", "none", "none", None, "none"]
     assert windows("tiny-exaone4") == [None] * 3 and ropes("tiny-exaone4") == ["none"] * 3
     config = architectures.config_of(gguf_file("tiny-exaone4-32b"))
-    assert config.period == 4 and config.layers[3].mixer.rope is None and config.layers[0].mixer.window == 48
+    assert (
+        config.runs == ((0, 4, 16),)
+        and config.layers[3].mixer.rope is None
+        and config.layers[0].mixer.window == 48
+    )
     apertus = tiny("tiny-apertus").config
-    assert apertus.period == 1 and len(apertus.layers[0].channels.constants) == 3
+    assert apertus.runs == ((0, 1, len(apertus.layers)),) and len(apertus.layers[0].channels.constants) == 3
 
 
 @pytest.mark.parametrize("name", QUICK)

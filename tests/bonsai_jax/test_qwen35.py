@@ -220,7 +220,7 @@ def test_memory_counts_states():
     assert memory.bytes_per_token(config, run) == 65536
     assert memory.cache_bytes(config, run) == 2 * (128 * 65536 + state_bytes)
     assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * state_bytes
-    assert config.period == 4 and len(config.layers_with("delta_net")) == 48
+    assert config.runs == ((0, 4, 16),) and len(config.layers_with("delta_net")) == 48
     assert config.layers_with("attention")[:2] == (3, 7)
     assert config.position(7, config.attention) == (0, 1) and config.position(7, config.mlp) == (0, 7)
     assert config.position(6, config.delta_net) == (0, 5) and config.position(6, config.mlp) == (0, 6)
@@ -251,7 +251,7 @@ def test_layers_may_be_listed_one_by_one():
     checkpoint = open_checkpoint(TINY)
     metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([0, 1, 0, 1])}
     config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
-    assert config.layers_with("attention") == (0, 2) and config.period == 2
+    assert config.layers_with("attention") == (0, 2) and config.runs == ((0, 2, 2),)
 
 
 def test_a_draft_layer_is_left_aside():

@@ -168,7 +168,7 @@ def test_a_step_reads_the_experts_that_it_uses():
     checkpoint = open_checkpoint("synth:qwen3-30b-a3b:q4_k_m")
     description = architectures.describe(checkpoint)
     config = description.config
-    assert (config.experts.count, config.experts.used, config.period) == (128, 8, 1)
+    assert (config.experts.count, config.experts.used, config.runs) == (128, 8, ((0, 1, 48),))
     expert_bytes = sum(t.nbytes for name, t in checkpoint.tensors.items() if "_exps" in name)
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
     everything = memory.weight_bytes(description, run) - checkpoint.tensors["token_embd.weight"].nbytes

@@ -384,7 +384,7 @@ def test_a_forward_that_stops_early_has_neither_later_layers_nor_the_output_matr
         return str(jax.make_jaxpr(run)(model.params, tokens, lengths))
 
     whole, one = program(), program(stop_at_layer=1, logits=False)
-    assert f"length={c.num_layers}" in whole and f"length={c.num_layers}" not in one and "length=1" in one
+    assert f"length={c.num_layers}" in whole and f"length={c.num_layers}" not in one
     logits = f"f32[1,{len(IDS)},{c.vocab_size}]"
     # The loop's body is the same in both, and has arrays of this width too.
     assert whole.count(logits) > program(logits=False).count(logits)
