@@ -43,7 +43,7 @@ PERSON = {
 KINDS = {
     "free": None,
     "words": bj.regex("([a-z]{1,8} )*"),
-    "people": bj.json_schema({"type": "array", "items": PERSON}),
+    "people": bj.json_schema({"type": "array", "items": PERSON, "minItems": 100}),
 }
 
 

@@ -48,6 +48,7 @@ PATH = "/v1/completions"
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 BIASES = 32  # the command line's
 TIME_S = 1800  # in which a server is ready
+IDLE_S = 2.0  # a server that takes less than a tenth of a core for so long has nothing left to compile
 
 
 class Place:
@@ -61,6 +62,17 @@ class Place:
         """CPU time of the process so far, with all its threads."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def wait_until_idle(self) -> None:
+        """A server goes on compiling after it is ready: the programs of answers with constraints."""
+        begun, before = time.monotonic(), self.cpu_s()
+        while time.monotonic() - begun < TIME_S:
+            time.sleep(IDLE_S)
+            now = self.cpu_s()
+            if now - before < IDLE_S / 10:
+                return
+            before = now
+        raise RuntimeError(f"the server has not been idle within {TIME_S} s")
 
 
 @contextlib.contextmanager
@@ -232,6 +244,7 @@ def main() -> None:
             places.append(stack.enter_context(llamacpp(o)))
         clients = Clients(stack.enter_context(subprocess.Popen(client, **pipes)))
         inside = InEngine(stack.enter_context(engine(o)))
+        places[0].wait_until_idle()
         for count in o.clients:
             for row in measured(count, o, inside, clients, places):
                 line = json.dumps({**bench.origin(), "what": "server", "model": o.model, **row})

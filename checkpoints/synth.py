@@ -646,13 +646,13 @@ def _folding(model: _Model) -> dict[str, Any]:
 
 
 def _tokenizer(model: _Model) -> dict[str, Any]:
-    """A small, valid byte-level BPE: 256 bytes, 50 merges, ChatML's special tokens; other ids are unused."""
-    normal, control, unused = 1, 3, 5  # llama.cpp's token types
+    """A small, valid byte-level BPE: 256 bytes, 50 merges, ChatML's special tokens. Other ids are words that
+    no merge makes, so that what a random model says has text, and is streamed as other answers are."""
+    normal, control = 1, 3  # llama.cpp's token types
     merges = _MERGES.replace("\n", "").split("|")
     tokens = [*_byte_symbols(), *(merge.replace(" ", "") for merge in merges)]
-    types = np.full(model.vocab, unused, np.int32)
-    types[: len(tokens)] = normal
-    tokens += [f"<|filler_{i}|>" for i in range(len(tokens), model.vocab)]
+    types = np.full(model.vocab, normal, np.int32)
+    tokens += [f"Ġword{i}" for i in range(len(tokens), model.vocab)]
     end_of_text, im_end = model.specials, model.specials + 2
     tokens[end_of_text : im_end + 1] = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
     types[end_of_text : im_end + 1] = control
