@@ -32,6 +32,7 @@ import numpy as np
 
 import bonsai_jax as bj
 from bonsai_jax.engine.plans import Limits
+from bonsai_jax.engine.runner import PREFILL_COST_CPU
 from bonsai_jax.measure import bench
 from bonsai_jax.measure.simulate import Arrival, StepTimes, quantile, simulate
 
@@ -112,7 +113,7 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
     limits = Limits.for_engine(
-        o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, prefill_cost=1
+        o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, prefill_cost=PREFILL_COST_CPU
     )
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)

@@ -10,6 +10,7 @@ import itertools
 import pytest
 
 from bonsai_jax.engine.plans import Limits, Request
+from bonsai_jax.engine.runner import PREFILL_COST_CPU
 from bonsai_jax.engine.scheduler import Scheduler
 
 SIZE = 4  # tokens of a page
@@ -291,6 +292,20 @@ def test_shapes_of_prefill(lengths, cost, compiled, shape):
     s.compiled = set(compiled)
     add(s, **{name: (n, 1) for name, n in zip("abcd", lengths, strict=False)})
     assert s.plan().shape == shape and s.compiled == {*compiled, shape}
+
+
+@pytest.mark.parametrize(("prompts", "cost", "prefills"), [(15, PREFILL_COST_CPU, 2), (16, 1, 2), (8, 1, 16)])
+def test_fifteen_prompts_are_read_together_on_a_cpu(prompts, cost, prefills):
+    """64 tokens each, in prefills of 16 x 32: one prompt after another, each beside a decode step, takes
+    longer than a row of padding."""
+    limits = Limits.for_engine(32, 500, prefill_tokens=512, prefill_cost=cost)
+    s = Scheduler(limits)
+    s.compiled |= {*limits.row_sizes, *limits.shapes}
+    requests = add(s, **{chr(ord("a") + i): (64, 100) for i in range(prompts)})
+    count = 0
+    while any(r.read < len(r.prompt) for r in requests.values()):
+        count += any(s.plan().reads)
+    assert count == prefills
 
 
 @pytest.mark.parametrize(
