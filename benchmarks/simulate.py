@@ -32,6 +32,7 @@ import numpy as np
 
 import bonsai_jax as bj
 from bonsai_jax.engine.plans import Limits
+from bonsai_jax.engine.runner import ON_CPU
 from bonsai_jax.measure import bench
 from bonsai_jax.measure.simulate import Arrival, StepTimes, quantile, simulate
 
@@ -111,9 +112,7 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
     rows = measured(model, o.rows, o.repetitions, clock)
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
-    limits = Limits.for_engine(
-        o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, prefill_cost=1
-    )
+    limits = Limits.for_engine(o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, **ON_CPU)
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)
     with bj.Engine(model, max_batch_size=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:

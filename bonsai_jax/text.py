@@ -15,7 +15,6 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.decoding.sampling import bias_width
 from bonsai_jax.engine.answers import Output, Piece, output
 from bonsai_jax.engine.loop import Loop
-from bonsai_jax.engine.plans import row_sizes
 from bonsai_jax.engine.prompts import (
     Ids,
     Prompt,
@@ -228,7 +227,6 @@ def _asked(
     run = model.run
     each = -(-len(ids) // placement.size(model.mesh, placement.DATA))  # prompts for each device
     room = _pool_rows(model, each)
-    rows = next((n for n in row_sizes(room) if n >= each), room)
     pages = _pool_pages(model, room, [len(prompt) + how["max_new_tokens"] for prompt in ids])
     biases = bias_width([params for _, params, *_ in requests])
     loop = Loop(model, Options(room, pages, run.context, biases=biases, **options))
@@ -236,7 +234,7 @@ def _asked(
         for prompt, params, constraint, on_piece in requests:
             loop.add(loop.ask(prompt, params, constraint=constraint, on_piece=on_piece, **how))
         if loop.answers and (how["max_new_tokens"] > 1 or loop.scheduler.constrained):
-            loop.prepare(rows)
+            loop.prepare(each)
     except BaseException:
         loop.close()
         raise

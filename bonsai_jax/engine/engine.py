@@ -9,7 +9,7 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from bonsai_jax import constraints, forks
@@ -47,6 +47,7 @@ LEAST_CHECKPOINTS = 4
 PREFIX_CACHE_BYTES = 16 * 10**9
 MOST_BYTES = 2**62
 TRIES = 2  # failed dispatches in a row after which an engine gives up
+ARRIVAL_S = 0.001  # for which an idle engine waits for the next request that is known to arrive
 
 
 class Engine:
@@ -124,6 +125,7 @@ class Engine:
                 raise
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
+        self._arriving = 0  # requests that are being made ready
         self._broken: Exception | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="bonsai-jax engine", daemon=True)
@@ -261,6 +263,26 @@ class Engine:
 
         self._send(swap)
         return swapped.result()
+
+    @contextlib.contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around the work that makes a request ready and submits it:
+
+            with engine.arriving():
+                handle = engine.submit(render(messages))
+
+        When others are in such a block, an idle engine does not begin with the first request alone. It waits
+        up to 1 ms for the next one, until one prefill has as many prompts as it can read. A request alone
+        does not wait. Any thread may use it.
+        """
+        with self._changed:
+            self._arriving += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._arriving -= 1
+                self._changed.notify()
 
     def submit(
         self,
@@ -411,11 +433,22 @@ class Engine:
         with self._changed:
             while wait and not self._inbox and not self._closed:
                 self._changed.wait()
+            if wait:
+                self._gather()
             work = len(self._inbox)
             over = self._closed or self._broken is not None
         for _ in range(work):
             self._inbox.popleft()()
         return not over
+
+    def _gather(self) -> None:
+        """With the lock: wait for requests that are known to arrive, as `arriving` says."""
+        most = max(rows for rows, _ in self._loop.runner.limits.shapes)
+        while self._arriving and len(self._inbox) < most:
+            work = len(self._inbox)
+            changed = lambda: self._closed or not self._arriving or len(self._inbox) > work  # noqa: E731, B023
+            if not self._changed.wait_for(changed, ARRIVAL_S) or self._closed:
+                return
 
     def _failed(self, error: Exception) -> None:
         """Go on with the waiting requests, or give up."""

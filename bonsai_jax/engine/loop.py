@@ -343,8 +343,10 @@ class Loop:
         calls += [self.runner.save(None)] if self.runner.saves else []
         return calls + ([] if self.store is None else self.store.calls())
 
-    def prepare(self, rows: int) -> None:
-        """Have the decode program for this batch size compiled beside that of the first prefill."""
+    def prepare(self, requests: int) -> None:
+        """Have the decode program for so many requests compiled beside that of the first prefill."""
+        sizes = self.runner.limits.row_sizes
+        rows = next((n for n in sizes if n >= requests), sizes[-1])
         scheduler, split = self.scheduler, self.scheduler.constrained > 0
         unchained = scheduler.compiled_split if split else scheduler.compiled
         (scheduler.compiled_chained[split] if scheduler.chained else unchained).add(rows)

@@ -155,10 +155,11 @@ class Plan:
     version: int = 0
 
 
-def row_sizes(most: int) -> list[int]:
-    """Rows that decode is compiled for: powers of two, so that there are few, 24, and `most`. Up to 24 rows a
-    step of Q1_0 is one launch: with the 8B 24 rows take 1.76 ms and 32 rows 2.13 (Q4_K_M: 3.31 and 3.40)."""
-    return [n for n in sorted({*(2**i for i in range(31)), 24}) if n < most] + [most]
+def row_sizes(most: int, between: Sequence[int] = (24,)) -> list[int]:
+    """Rows that decode is compiled for: powers of two, so that there are few, some between them, and `most`.
+    Up to 24 rows a step of Q1_0 is one launch on a GPU: with the 8B 24 rows take 1.76 ms and 32 rows 2.13
+    (Q4_K_M: 3.31 and 3.40)."""
+    return [n for n in sorted({*(2**i for i in range(31)), *between}) if n < most] + [most]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +197,9 @@ class Limits:
         *,
         page_size: int = 64,
         prefill_tokens: int = 2048,
-        prefill_cost: int = 100,
+        prefill_rows: int = 16,
+        prefill_cost: int = 100,  # 8B Q4_K_M on an H200 reads 512 tokens in 15.4 ms and 2,048 in 53.8
+        between: Sequence[int] = (24,),
         steps: int = 64,
         width: int = 1,
         guess_width: int = 1,
@@ -205,6 +208,8 @@ class Limits:
     ) -> "Limits":
         """The limits of an Engine, by default on a GPU (runner.py has those of a CPU).
 
+        prefill_rows   most prompts of a prefill
+        between        of `row_sizes`
         reproducible   one decode size and one prefill shape, whose length is a quarter of the longest because
                        most prompts are short
         """
@@ -212,14 +217,14 @@ class Limits:
         # each is a program to compile.
         short = max(32, prefill_tokens // 16)
         long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
-        many = min(16, max_batch_size)
+        many = min(prefill_rows, max_batch_size)
         shapes = [(1, n) for n in (*long, prefill_tokens)]
         shapes += [(many, short)] if many > 1 and many * short <= prefill_tokens else []
         return Limits(
             max_batch_size=max_batch_size,
             pages=pages,
             page_size=page_size,
-            row_sizes=[max_batch_size] if reproducible else row_sizes(max_batch_size),
+            row_sizes=[max_batch_size] if reproducible else row_sizes(max_batch_size, between),
             shapes=[(1, min(4 * short, prefill_tokens))] if reproducible else shapes,
             prefill_cost=prefill_cost,
             steps=steps,

@@ -21,7 +21,7 @@ from bonsai_jax.engine import checkpoints
 from bonsai_jax.engine.plans import Limits, Plan, Read, Request, Save
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
-PADDED = 3.5  # times the cost of the best shape, per token read, is paid rather than compile that shape
+PADDED = 2.8  # times the cost of the best shape, per token read, is paid rather than compile that shape
 # The fewest forced tokens that are read in one chunk. There must also be as many as rows that decode: a chunk
 # takes about as long as a step of all rows, and saves one step of one row for each token.
 FORCED_CHUNK = 4

@@ -104,10 +104,13 @@ class Answering:
                     await service.in_thread(self._encode)
                     await service.read(self._read_prompts)
                     await service.in_thread(self._submit)
-                elif self._is_short:
-                    self._encode_and_submit()
                 else:
-                    await service.in_thread(self._encode_and_submit)
+                    with service.engine.arriving():
+                        if self._is_short:
+                            await asyncio.sleep(0)  # others of this turn of the event loop are arriving, too
+                            self._encode_and_submit()
+                        else:
+                            await service.in_thread(self._encode_and_submit)
                 yield
             except RuntimeError as error:  # the engine's
                 raise _reason(error) from error

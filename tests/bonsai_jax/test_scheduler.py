@@ -10,6 +10,7 @@ import itertools
 import pytest
 
 from bonsai_jax.engine.plans import Limits, Request
+from bonsai_jax.engine.runner import ON_CPU
 from bonsai_jax.engine.scheduler import Scheduler
 
 SIZE = 4  # tokens of a page
@@ -291,6 +292,29 @@ def test_shapes_of_prefill(lengths, cost, compiled, shape):
     s.compiled = set(compiled)
     add(s, **{name: (n, 1) for name, n in zip("abcd", lengths, strict=False)})
     assert s.plan().shape == shape and s.compiled == {*compiled, shape}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "changed", "prefills"),
+    [
+        (15, {}, 2),
+        (15, ON_CPU, 4),
+        (9, ON_CPU, 4),
+        (6, ON_CPU, 2),
+        (5, ON_CPU, 10),
+        (2, {"prefill_cost": 1}, 4),
+    ],
+)
+def test_prompts_are_read_together_where_padding_costs_less_than_more_prefills(prompts, changed, prefills):
+    """64 tokens each, in chunks of 32: up to 16 in one prefill on a GPU, and 8 on a CPU."""
+    limits = Limits.for_engine(32, 500, prefill_tokens=512, **changed)
+    s = Scheduler(limits)
+    s.compiled |= {*limits.row_sizes, *limits.shapes}
+    requests = add(s, **{chr(ord("a") + i): (64, 100) for i in range(prompts)})
+    count = 0
+    while any(r.read < len(r.prompt) for r in requests.values()):
+        count += any(s.plan().reads)
+    assert count == prefills
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,17 @@ def limits(**changed) -> Limits:
 
 
 @pytest.mark.parametrize(
-    ("most", "others"), [(1, []), (24, [1, 2, 4, 8, 16]), (48, [1, 2, 4, 8, 16, 24, 32])]
+    ("most", "between", "sizes"),
+    [
+        (1, (24,), [1]),
+        (24, (24,), [1, 2, 4, 8, 16, 24]),
+        (48, (24,), [1, 2, 4, 8, 16, 24, 32, 48]),
+        (12, (12, 24), [1, 2, 4, 8, 12]),
+        (32, (12, 24), [1, 2, 4, 8, 12, 16, 24, 32]),
+    ],
 )
-def test_decode_is_compiled_for_few_sizes_and_for_all_rows(most, others):
-    assert row_sizes(most) == [*others, most]
+def test_decode_is_compiled_for_few_sizes_and_for_all_rows(most, between, sizes):
+    assert row_sizes(most, between) == sizes
 
 
 def next_token(tokens: list[int]) -> int:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import time
 
 import httpx
 import numpy as np
@@ -13,6 +14,9 @@ from anthropic import Anthropic
 from prometheus_client.parser import text_string_to_metric_families
 
 import bonsai_jax as bj
+from bonsai_jax.engine import engine as engine_file
+from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.server.answering import Answering
 from tests.bonsai_jax.command_line import TINY
 from tests.bonsai_jax.serving import GREEDY, HI, Served, serving
 from tests.bonsai_jax.vocabularies import smollm2_path
@@ -61,6 +65,49 @@ def test_a_chat_is_generates_answer_whole_and_streamed(model, client):
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == whole.usage.total_tokens
     assert chunks[-1].usage.prompt_tokens_details.cached_tokens > 0  # the second time
     assert chunks[-1].timings["predicted_n"] == len(expected.tokens)
+
+
+def prefills(server: Served, monkeypatch) -> list[int]:
+    """From now on the number of prompts in each prefill. Who waits for requests that arrive, waits long."""
+    counts, runner = [], server.service.engine._loop.runner
+    prefill = runner.prefill
+
+    def counting(reads, *how, **options):
+        counts.append(sum(map(len, reads)))
+        return prefill(reads, *how, **options)
+
+    monkeypatch.setattr(runner, "prefill", counting)
+    monkeypatch.setattr(engine_file, "ARRIVAL_S", 30)
+    return counts
+
+
+@pytest.mark.parametrize("protocol", [openai_completions, openai_chat])
+def test_requests_of_one_turn_of_the_event_loop_are_read_together(server, monkeypatch, protocol):
+    """Completions are submitted by the loop, chats by threads."""
+    counts = prefills(server, monkeypatch)
+
+    async def all_answers() -> list[dict]:
+        texts = [f"Number {i}" for i in range(4)]
+        bodies = [{"prompt": text, "messages": [{"role": "user", "content": text}]} for text in texts]
+        requests = [protocol.request(body | {"max_tokens": 2}) for body in bodies]
+        asked = [Answering(server.service, protocol, request, "") for request in requests]
+        async with asyncio.timeout(60):
+            return await asyncio.gather(*[one.whole() for one in asked])
+
+    answers = asyncio.run(all_answers())
+    assert [answer["usage"]["completion_tokens"] for answer in answers] == [2] * 4 and counts == [4]
+
+
+def test_a_request_alone_waits_for_nobody(server, monkeypatch):
+    counts = prefills(server, monkeypatch)
+    began = time.monotonic()
+    assert server.post("/v1/completions", prompt=ONCE, max_tokens=2).status_code == 200
+    assert counts == [1] and time.monotonic() - began < 25
+
+
+def test_a_request_that_takes_long_to_arrive_holds_nobody_up(server):
+    with server.service.engine.arriving():
+        assert server.post("/v1/completions", prompt=ONCE, max_tokens=2).status_code == 200
 
 
 def test_the_body_is_what_openais_types_say(server):
