@@ -69,7 +69,8 @@ def reserve(nbytes: float, devices: Iterable[jax.Device]) -> None:
         asked = min(math.ceil(nbytes / GIB), grows_by // GIB)  # whole, so that few sizes are compiled
         if stats.get("largest_free_block_bytes", nbytes) < nbytes and asked > 0:
             with jax.default_device(device), contextlib.suppress(jax.errors.JaxRuntimeError):
-                jax.jit(lambda: jnp.zeros((asked, GIB), jnp.uint8))().delete()  # noqa: B023 (called at once)
+                piece = jax.jit(lambda: jnp.zeros((asked, GIB), jnp.uint8))()  # noqa: B023 (called at once)
+                jax.block_until_ready(piece).delete()
 
 
 def release_memory() -> None:

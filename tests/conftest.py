@@ -43,8 +43,8 @@ def pytest_configure(config):
         sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr == "gpu":
-        _share_gpus()
+    if config.option.markexpr in ON_GPUS:
+        _share_gpus(alone=config.option.markexpr == "gpu")
     if config.option.markexpr.startswith((*ON_GPUS, "aot")):
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker's or a nested pytest's is there already
@@ -57,13 +57,14 @@ def pytest_configure(config):
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 
-def _share_gpus():
-    """xdist's workers take the GPUs that CUDA_VISIBLE_DEVICES names in turn, and memory as they need it."""
+def _share_gpus(alone: bool):
+    """xdist's workers take memory as they need it, and, where each of them needs one GPU alone, those that
+    CUDA_VISIBLE_DEVICES names in turn."""
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if worker is None:
         return
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if gpus:
+    if gpus and alone:
         some = gpus.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = some[int(worker.removeprefix("gw")) % len(some)]
 

@@ -71,8 +71,9 @@ class Call:
     def placed(self, mesh: jax.sharding.Mesh | None) -> Sequence[Any]:
         """Its arrays, where the program wants them."""
         if mesh is None:
-            return self.arrays
-        return [a if a is None else parallel.place_rows(a, mesh) for a in self.arrays]
+            return device.sent(self.arrays)
+        placed = [a if a is None else parallel.place_rows(a, mesh) for a in self.arrays]
+        return jax.block_until_ready(placed)
 
 
 class Programs:
@@ -165,7 +166,8 @@ class Programs:
         if call.source is not None and jax.process_count() == 1:
             key = stored.key(call.source, self._kind)
         began = time.perf_counter()
-        arrays = self.model.params, self._pool, *call.placed(self.model.mesh)
+        mesh = self.model.mesh
+        arrays = self.model.params, self._pool, *(call.arrays if mesh is None else call.placed(mesh))
         program = None if key is None else stored.load(key, arrays, self._devices())
         if program is None:
             with _TRACING:

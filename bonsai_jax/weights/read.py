@@ -116,11 +116,13 @@ def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
             else placement.blocks(t, None if member.given_whole else member.share)
             for member, t in layer
         )
+        given = device.sent(given)
         if stacked:
             made = placement.zeros(recipe, given, len(piece.layers)) if index == 0 else made
-            made = placement.placed(recipe, made, given, index)
+            # Waited for, so that nothing else gets the memory of what it is made of.
+            made = jax.block_until_ready(placement.placed(recipe, made, given, index))
         else:
-            made = placement.made(recipe, given)
+            made = jax.block_until_ready(placement.made(recipe, given))
     return made.replace(rotation=jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation))
 
 
