@@ -52,7 +52,7 @@ PARTS = ("hidden", "chain")  # of a pool, each for programs of its own
 # For Limits.for_engine on a CPU, where prefill is about as fast with few tokens as with many. SmolLM2 reads
 # 32 tokens in 12 ms and 512 in 155, and of the decode step after each prefill 2 ms are the same for every
 # number of rows: the cost of about 16 tokens.
-ON_CPU = {"prefill_rows": 8, "prefill_cost": 16, "between": (12, 24)}
+ON_CPU: dict[str, Any] = {"prefill_rows": 8, "prefill_cost": 16, "between": (12, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Runner:
     @property
     def saves(self) -> bool:
         """Whether states are saved at the ends of answers."""
-        return self.shares and self.options.checkpoints > 0 and self.options.speculate is None
+        return self.shares and self.options.checkpoints > 0
 
     def need(self, part: str) -> None:
         """Make ready for programs whose pool has "hidden", those of split steps, or "chain". Call it before
