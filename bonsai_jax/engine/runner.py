@@ -31,6 +31,7 @@ from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request, Save
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
@@ -109,9 +110,7 @@ class Runner:
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
-            tokens = options.pages * model.run.page_size
-            needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
-            machine.reserve(needed, [in_use()])
+            machine.reserve(pool_bytes(model, options), [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.limits = limits(model, options, self._pool.cache.recurrent)
         self.programs = Programs(model, self._pool)
@@ -479,6 +478,15 @@ class Runner:
 def _parts(chained: bool, split: bool = False) -> tuple[str, ...]:
     """Call.parts."""
     return tuple(part for part, has in zip(PARTS, (split, chained), strict=True) if has)
+
+
+def pool_bytes(model: Model, o: Options) -> int:
+    """Bytes of the pool on each device, also of the samplers that it has once a request uses one."""
+    page, chained = model.run.page_size, 0
+    if o.speculate is None:
+        chained = chain.row_bytes(model.config.vocab_size, kv.page_count(o.context, page) * page)
+    how = {"checkpoints": o.checkpoints, "beside": chained}
+    return memory.pool_bytes(model.config, model.run, o.max_batch_size, o.pages * page, **how)
 
 
 def limits(model: Model, o: Options, recurrent: bool) -> Limits:
