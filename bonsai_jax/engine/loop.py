@@ -190,8 +190,8 @@ class Loop:
             self._looking.remove(request)
             request.ended = True
             return
-        known = request.device is not None and request.read == request.to_read and request.reusable != 0
-        tokens, table = request.cached(read) if known else [], request.table
+        in_pages = request.device is not None and request.read == request.to_read and request.reusable != 0
+        tokens, table = request.cached(read) if in_pages else [], request.table
         self.scheduler.end(request, read=read)
         self._save_states()
         if self.store is not None and tokens:

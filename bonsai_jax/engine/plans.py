@@ -86,8 +86,8 @@ class Request:
         return tokens
 
     def cached(self, count: int | None) -> list[int]:
-        """The tokens in its pages, once its prompt is read: the first `count`; None: all but
-        the newest, which is read when the next one is drawn."""
+        """The tokens in its pages, once its prompt is read: the first `count`; None: all but the newest,
+        which is read when the next one is drawn."""
         return [*self.prompt, *self.said][: len(self.prompt) + len(self.said) - 1 if count is None else count]
 
     @property

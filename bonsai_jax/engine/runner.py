@@ -148,7 +148,7 @@ class Runner:
 
     @property
     def saves(self) -> bool:
-        """Whether states are saved at the ends of answers."""
+        """Whether states are saved, also at the ends of answers."""
         return self.shares and self.options.checkpoints > 0
 
     def need(self, part: str) -> None:
