@@ -181,7 +181,7 @@ def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = Fa
     rewinds = arguments.flag("rewinds", rewinds)
     asked = f"batch_size={batch_size} and context={context}"
     rows = -(-batch_size // placement.size(model.mesh, placement.DATA))
-    memory.check_cache(model.config, model.run, rows, rows * context, asked)
+    memory.check_room(memory.pool_bytes(model.config, model.run, rows, rows * context), asked)
     return parallel.empty_cache(model.config, model.run, batch_size, context, model.mesh, rewinds=rewinds)
 
 

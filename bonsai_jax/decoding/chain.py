@@ -12,6 +12,7 @@ not, rows that do not use it (`used`) draw by the rules and the kernel that they
 this file leaves -inf in place of what is not to be drawn, and the same kernel draws from the rest.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -100,6 +101,13 @@ def empty(rows: int, vocab_size: int, capacity: int) -> Chain:
     fields["dry"]["ids"] = np.full((rows, capacity), dry.NONE, np.int32)
     fields = jax.device_put(_typed(fields) | {"drawn": np.zeros(rows, np.int32)}, may_alias=False)
     return Chain(dry=Dry(**fields.pop("dry")), **fields)
+
+
+@functools.cache
+def row_bytes(vocab_size: int, capacity: int) -> int:
+    """Bytes of a Chain for each row."""
+    one = jax.eval_shape(lambda: empty(1, vocab_size, capacity))
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(one))
 
 
 def unpacked(rows: np.ndarray) -> dict[str, Any]:

@@ -126,6 +126,7 @@ class Constrained:
         forced = matcher.forced[: request.max_new_tokens - len(request.said)]
         if matcher.ends or len(request.said) + len(forced) == request.max_new_tokens:
             request.said += forced
+            request.unread = len(forced)
         elif not self._force(request, forced):
             return False
         matcher.consume(forced)

@@ -60,7 +60,7 @@ class Delivery:
         self.deliver()
         if not answer.request.ended:  # else its last piece was sent
             last = piece(answer) if error is None else error
-            self._end(answer)
+            self._end(answer, read=_row_read(answer, by_device=False))
             answer.on_piece(last)
 
     def _give(self, drawn: Drawn) -> None:
@@ -69,10 +69,9 @@ class Delivery:
         own = piece(answer, None if n is None or scores is None else _row_logprobs(scores, row, n), steps)
         undrawn = own.finish_reason is None and count < least  # the device has ended this row
         if own.finish_reason is not None or undrawn:
-            # Of stop strings and constraints only the host knows, and the device may have read on.
             last = answer.request.said[-1:]
-            by_device = own.finish_reason == "length" or {*last} & answer.reader.end_tokens
-            self._end(answer, read_all=bool(by_device) and not undrawn and answer.matcher is None)
+            by_device = own.finish_reason == "length" or bool({*last} & answer.reader.end_tokens)
+            self._end(answer, read=None if undrawn else _row_read(answer, by_device))
         if count or own.finish_reason is not None:
             answer.on_piece(own)
         if undrawn:
@@ -91,6 +90,15 @@ def piece(answer: Answer, scores: Logprobs | None = None, steps: int = 0) -> Pie
     answer.began = True
     first = answer.reader.read(tokens, ended, scores, 0, complete, answer.version)
     return dataclasses.replace(first, cached_tokens=answer.cached)
+
+
+def _row_read(answer: Answer, by_device: bool) -> int | None:
+    """Tokens of the prompt and answer that its row has read, and no more. None: nobody knows, because of stop
+    strings and constraints only the host knows, and the device may have gone on."""
+    request = answer.request
+    if by_device and not request.unread:  # the newest token is read when the next one is drawn
+        return len(request.prompt) + len(request.said) - 1
+    return None if request.flights else request.stored
 
 
 def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:

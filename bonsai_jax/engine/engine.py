@@ -28,7 +28,7 @@ from bonsai_jax.engine.prompts import (
     encode,
     step_options,
 )
-from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.runner import Options, pool_bytes
 from bonsai_jax.engine.updates import fitting
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_chained, check_model
@@ -491,9 +491,7 @@ def _options(
         _check_prefix_cache(model, taps, reproducible)
     whole("Engine: prefix_cache_bytes", prefix_cache_bytes, 1, MOST_BYTES)
     asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
-    rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size
-    memory.check_cache(model.config, model.run, rows, tokens, asked)
-    return Options(
+    options = Options(
         max_batch_size,
         pages,
         context,
@@ -505,6 +503,8 @@ def _options(
         checkpoints=checkpoints,
         **step_options(model, taps, logits_processor, logprobs, speculate),
     )
+    memory.check_room(pool_bytes(model, options), asked)
+    return options
 
 
 def _check_prefix_cache(model: Model, taps: Taps | None, reproducible: Any) -> None:

@@ -180,9 +180,9 @@ class Loop:
         """Keep cached beginnings of prompts in files (prefix_store.opened)."""
         self.store = prefix_store.opened(path, most_bytes, self.model, self.runner, wake)
 
-    def cancel(self, answer: Answer, *, read_all: bool = False) -> None:
+    def cancel(self, answer: Answer, *, read: int | None = None) -> None:
         """End a request. Its row and pages are free for the next plan. One that has ended, also by a dispatch
-        that failed, is not in the scheduler any more. read_all: as for Scheduler.end."""
+        that failed, is not in the scheduler any more. read: as for Scheduler.end."""
         request = answer.request
         if self.answers.pop(request, None) is None:
             return
@@ -190,9 +190,9 @@ class Loop:
             self._looking.remove(request)
             request.ended = True
             return
-        read = request.device is not None and request.read == request.to_read and request.reusable != 0
-        tokens, table = [*request.prompt, *request.said][:-1] if read else [], request.table
-        self.scheduler.end(request, read_all=read_all)
+        in_pages = request.device is not None and request.read == request.to_read and request.reusable != 0
+        tokens, table = request.cached(read) if in_pages else [], request.table
+        self.scheduler.end(request, read=read)
         self._save_states()
         if self.store is not None and tokens:
             known = self._prefix.match(tokens, len(tokens), request.owner)

@@ -38,6 +38,7 @@ class Request:
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
     guessed        its newest token is read with guesses (split_guesses.py)
     verifies       likewise for the token before, of the plan that draws
+    unread         forced tokens at its end, which it does not read
     outdated       its pages hold keys and values of earlier weights, so no other request may share them
     """
 
@@ -69,6 +70,7 @@ class Request:
     undrawn: bool = False
     guessed: bool = False
     verifies: bool = False
+    unread: int = 0
     outdated: bool = False
 
     @property
@@ -78,10 +80,15 @@ class Request:
     @property
     def stored(self) -> int:
         """Most tokens that its pages hold after all dispatched work, once its prompt is read."""
-        tokens = len(self.prompt) + len(self.said) - 1 + self.undrawn
+        tokens = len(self.prompt) + len(self.said) - 1 + self.undrawn - self.unread
         for _, most in self.flights:  # `sum` of a generator takes three times as long; see `_writes`
             tokens += most
         return tokens
+
+    def cached(self, count: int | None) -> list[int]:
+        """The tokens in its pages, once its prompt is read: the first `count`; None: all but the newest,
+        which is read when the next one is drawn."""
+        return [*self.prompt, *self.said][: len(self.prompt) + len(self.said) - 1 if count is None else count]
 
     @property
     def left(self) -> int:

@@ -31,6 +31,7 @@ from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.plans import Limits, Read, Request, Save
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
@@ -52,7 +53,7 @@ PARTS = ("hidden", "chain")  # of a pool, each for programs of its own
 # For Limits.for_engine on a CPU, where prefill is about as fast with few tokens as with many. SmolLM2 reads
 # 32 tokens in 12 ms and 512 in 155, and of the decode step after each prefill 2 ms are the same for every
 # number of rows: the cost of about 16 tokens.
-ON_CPU = {"prefill_rows": 8, "prefill_cost": 16, "between": (12, 24)}
+ON_CPU: dict[str, Any] = {"prefill_rows": 8, "prefill_cost": 16, "between": (12, 24)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +110,7 @@ class Runner:
         )
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
-            tokens = options.pages * model.run.page_size
-            needed = memory.pool_bytes(model.config, model.run, self._no_row, tokens)
-            machine.reserve(needed, [in_use()])
+            machine.reserve(pool_bytes(model, options), [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
         self.limits = limits(model, options, self._pool.cache.recurrent)
         self.programs = Programs(model, self._pool)
@@ -149,8 +148,8 @@ class Runner:
 
     @property
     def saves(self) -> bool:
-        """Whether states are saved at the ends of answers."""
-        return self.shares and self.options.checkpoints > 0 and self.options.speculate is None
+        """Whether states are saved, also at the ends of answers."""
+        return self.shares and self.options.checkpoints > 0
 
     def need(self, part: str) -> None:
         """Make ready for programs whose pool has "hidden", those of split steps, or "chain". Call it before
@@ -479,6 +478,15 @@ class Runner:
 def _parts(chained: bool, split: bool = False) -> tuple[str, ...]:
     """Call.parts."""
     return tuple(part for part, has in zip(PARTS, (split, chained), strict=True) if has)
+
+
+def pool_bytes(model: Model, o: Options) -> int:
+    """Bytes of the pool on each device, also of the samplers that it has once a request uses one."""
+    page, chained = model.run.page_size, 0
+    if o.speculate is None:
+        chained = chain.row_bytes(model.config.vocab_size, kv.page_count(o.context, page) * page)
+    how = {"checkpoints": o.checkpoints, "beside": chained}
+    return memory.pool_bytes(model.config, model.run, o.max_batch_size, o.pages * page, **how)
 
 
 def limits(model: Model, o: Options, recurrent: bool) -> Limits:

@@ -70,10 +70,10 @@ class Scheduler:
         self.chained += request.chained
         bisect.insort(self.waiting, request, key=lambda r: r.order)
 
-    def end(self, request: Request, *, read_all: bool = False) -> None:
+    def end(self, request: Request, *, read: int | None = None) -> None:
         """The request is complete or cancelled. Its row and pages are free for the next plan.
 
-        read_all   the device ended it too: its row has read all its tokens but the newest, and no more
+        read   tokens of its prompt and answer that its row has read, and no more; None: nobody knows
         """
         if request.ended:
             return
@@ -85,7 +85,7 @@ class Scheduler:
             if self.waiting[at : at + 1] == [request]:
                 del self.waiting[at]
         else:
-            self._release(request, read_all)
+            self._release(request, read)
 
     def measured(self, steps: int, seconds: float, max_wait_s: float) -> None:
         """So many steps took so long. Set idle_steps to what fits in half of max_wait_s, because a new
@@ -227,8 +227,8 @@ class Scheduler:
         """How many running requests need more pages than they have."""
         return sum(self._pages(len(r.prompt) + r.max_new_tokens - 1) > len(r.table) for r in device.running)
 
-    def _release(self, request: Request, read_all: bool = False) -> None:
-        """Take row and pages from a running request. read_all: as for `end`."""
+    def _release(self, request: Request, read: int | None = None) -> None:
+        """Take row and pages from a running request. read: as for `end`."""
         device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         device.running.remove(request)
         if request.copy is not None:
@@ -236,10 +236,10 @@ class Scheduler:
         if request.checkpoint is not None:
             device.prefix.release_checkpoint(request.checkpoint)
         device.prefix.abandon(request.table)
-        if request.read == request.to_read:  # the newest token is stored when the next one is drawn
-            tokens = _tokens(request)[:-1]
+        if request.read == request.to_read:
+            tokens = request.cached(read) if _shared(request) else []
             device.prefix.insert(tokens, request.table, ready=True, owner=request.owner)
-            if read_all and not device.prefix.has_state(tokens, request.table, request.owner):
+            if read is not None and not device.prefix.has_state(tokens, request.table, request.owner):
                 self._save_last(device, request)
                 if request.last_state is not None:
                     device.prefix.attach(request.last_state, tokens, request.table, request.owner)
@@ -253,11 +253,10 @@ class Scheduler:
         request.table, request.undrawn, request.guessed, request.outdated = [], False, False, False
 
     def _save_last(self, device: Device, request: Request) -> None:
-        """Save the state of the request's row, after all its draws, before another gets the row. Speculation
-        may have read more than it drew."""
+        """Save the state of the request's row, after all its draws, before another gets the row."""
         if request.row is None or request.last_state is not None or not _shared(request):
             return
-        if self.limits.width == 1 and (checkpoint := device.prefix.checkpoint()) is not None:
+        if (checkpoint := device.prefix.checkpoint()) is not None:
             self.saves.append(Save(self.devices.index(device), request.row, checkpoint))
             request.last_state = checkpoint
 

@@ -207,17 +207,24 @@ def reserve(description: Description, run: RunConfig, parts: int, devices: Itera
     machine.reserve(sum(_share(description, run, parts)) + BESIDE, devices)
 
 
-def pool_bytes(config: ModelConfig, run: RunConfig, rows: int, tokens: int) -> int:
-    """Bytes of a cache with these rows and this many tokens of room in all, and of what rows know."""
+def pool_bytes(
+    config: ModelConfig, run: RunConfig, rows: int, tokens: int, *, checkpoints: int = 0, beside: int = 0
+) -> int:
+    """Bytes of a cache with these rows and this many tokens of room in all, and of what rows know.
+
+    checkpoints  rows that only states have
+    beside       bytes of each row that are not of the model (decoding/chain.py)
+    """
     pages = -(-tokens // run.page_size) * run.page_size
+    states = (rows + checkpoints) * bytes_per_row(config, run)
     # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
-    return pages * bytes_per_token(config, run) + rows * (bytes_per_row(config, run) + 5 * config.vocab_size)
+    return pages * bytes_per_token(config, run) + states + rows * (5 * config.vocab_size + beside)
 
 
-def check_cache(config: ModelConfig, run: RunConfig, rows: int, tokens: int, asked: str) -> None:
-    """Raise MemoryError when a cache of these rows and this many tokens of room in all exceeds a device's
-    memory, before anything is allocated. asked: what the user gave, for the message."""
-    nbytes, limit = pool_bytes(config, run, rows, tokens), machine.device_memory()
+def check_room(nbytes: int, asked: str) -> None:
+    """Raise MemoryError when so many bytes exceed a device's memory, before they are allocated. asked: what
+    the user gave, for the message."""
+    limit = machine.device_memory()
     if nbytes > limit:
         raise MemoryError(
             f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"

@@ -20,6 +20,14 @@ from bonsai_jax.cli.chat.local import Local, whole_context
 from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, complaints, run, tiny
+from tests.bonsai_jax.scripted import limit, scripts, with_template
+from tests.bonsai_jax.test_agents import common
+from tests.bonsai_jax.test_engine import tiny as hybrid
+from tests.bonsai_jax.test_speculation import HYBRID
+from tests.bonsai_jax.tool_templates import HERMES
+
+THOUGHT = "<think>\nHm.\n</think>\n\nYes."
+WITHOUT_THOUGHTS = HERMES.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}")
 
 
 @functools.cache
@@ -48,6 +56,24 @@ def test_a_conversation_reuses_its_cache_and_answers_as_without():
         assert conversation.reply.reused >= before  # at least the prompt of the turn before
         assert conversation.reply.figures.prompt_tokens == len(ids) - conversation.reply.reused
         before = len(ids)
+
+
+def test_a_hybrid_models_next_turn_reads_on_where_its_prompt_departs():
+    """The template drops thoughts from the history, so that is before the answer, wherever in a page it is; a
+    state is saved before the header of the answer."""
+    model = with_template(hybrid(HYBRID), WITHOUT_THOUGHTS)
+    how = {"prefill_tokens": 32, "logits_processor": scripts(model, [THOUGHT])}
+    header = len(model.tokenizer.encode_chat_text("<|im_start|>assistant\n"))
+    again = []
+    with bj.Engine(model, max_batch_size=1, context=512, **how) as engine:
+        for length in range(0, model.run.page_size, 4):
+            conversation = Conversation(Local(engine), GREEDY, max_new_tokens=limit(0))
+            answer(conversation, f"{'?' * length} Hi")
+            before = conversation.reply.ids
+            answer(conversation, "And then?")
+            reply = conversation.reply
+            again.append(reply.figures.prompt_tokens - (len(reply.ids) - common(reply.ids, before)))
+    assert again == [header] * len(again)
 
 
 def test_the_same_message_again_after_a_reset_reads_one_token():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import chain, jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
 from bonsai_jax.engine import stored
@@ -535,6 +535,27 @@ def test_an_engine_whose_thread_ends_leaves_nobody_waiting(monkeypatch):
 def test_sizes_of_an_engine_are_counts(wrong):
     with pytest.raises(ValueError, match=f"Engine: {next(iter(wrong))} is "):
         bj.Engine(tiny(), **SHAPE | wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "speculate"), [(HYBRID, None), ("synth:tiny-llama:q8_0", None), (HYBRID, "ngram")]
+)
+def test_the_plan_of_memory_counts_the_pools_arrays(source, speculate):
+    """The samplers' exactly, where an engine may have any; all within a hundredth."""
+    model, how = tiny(source), SHAPE | {"speculate": speculate}
+    with bj.Engine(model, **how) as engine:
+        runner, plan = engine._loop.runner, running.pool_bytes(model, engine.options)
+        pool, samplers = nbytes(runner._pool), 0
+        if speculate is None:
+            runner.need("chain")
+            samplers = nbytes(runner._parts["chain"])
+            own = runner._parts["chain"]
+            assert samplers == len(own.used) * chain.row_bytes(model.config.vocab_size, own.dry.ids.shape[1])
+    assert plan == pytest.approx(pool + samplers, rel=0.01)
+
+
+def nbytes(tree) -> int:
+    return sum(array.nbytes for array in jax.tree.leaves(tree))
 
 
 def test_closing_cancels():

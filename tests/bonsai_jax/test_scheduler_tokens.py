@@ -128,7 +128,8 @@ def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request
                 request.said += drawn
                 over = request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens
                 if over or cancel(request):
-                    scheduler.end(request, read_all=over)
+                    tokens = len(request.prompt) + len(request.said)
+                    scheduler.end(request, read=tokens - 1 if over else None)
 
 
 def assert_all_is_back(scheduler: Scheduler) -> None:

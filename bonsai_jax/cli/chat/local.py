@@ -11,6 +11,7 @@ from bonsai_jax.cli import options
 from bonsai_jax.cli.chat.backend import Message, Part, Question
 from bonsai_jax.cli.figures import CompileClock, Figures, summary
 from bonsai_jax.progress import notice
+from bonsai_jax.tokens import departures
 from bonsai_jax.tokens.answer_parser import Harmony, Tags, answer_parser
 
 if TYPE_CHECKING:
@@ -113,7 +114,9 @@ class Local:
     def answer(self, question: Question) -> LocalReply:
         ids, dropped = self.prompt(question)
         room, most = self.context - len(ids), question.max_new_tokens
-        how = {"stop": question.stop_texts, "ignore_eos": question.ignore_eos}
+        how: dict[str, Any] = {"stop": question.stop_texts, "ignore_eos": question.ignore_eos}
+        if self.engine.saves_states:
+            how["checkpoints_at"] = self.places(question, dropped)
         self._cool()
         handle = self.engine.submit(
             ids, question.sampling, max_new_tokens=min(most, room) if most >= 0 else room, **how
@@ -146,6 +149,14 @@ class Local:
         """Token ids of the system message and the messages from this one on, in the model's template."""
         variables = options.template_variables(question.think)
         return self.engine.model.tokenizer.encode_chat(question.with_system(first), **variables)
+
+    def places(self, question: Question, first: int) -> tuple[int, ...]:
+        """Where later prompts will part ways with that of the messages from this one on, in tokens
+        (tokens/departures.py)."""
+        variables = options.template_variables(question.think)
+        shown, tokenizer = question.with_system(first), self.engine.model.tokenizer
+        _, places = departures.encode_chat(tokenizer, shown, **variables)
+        return places
 
     def prompt(self, question: Question) -> Prompt:
         """The prompt for these messages.
