@@ -1,0 +1,121 @@
+"""The matrices of a model that adapters may change, and where files have them."""
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import architectures
+from bonsai_jax.network.adapter import Adapter, adaptable
+from bonsai_jax.weights.specs import Spec
+
+# Architectures whose GGUF files have rows of queries and keys in the order of an interleaved rope, where
+# Hugging Face files have them in halves. Others have one order in both.
+TURNED = frozenset(
+    ("arcee", "deepseek", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm")
+    + ("mistral3", "smollm3")
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A matrix of every layer of a group.
+
+    spec    its tensors in files
+    group   number of the group of its kind
+    layers  of the model, in the order of the stack
+    settings  of the kind, in these layers
+    start   its first row in the array of Params
+    shape   (N, K)
+    """
+
+    spec: Spec
+    group: int
+    layers: tuple[int, ...]
+    settings: Any
+    start: int
+    shape: tuple[int, int]
+
+    @property
+    def kind(self) -> str:
+        return str(self.spec.kind)
+
+    @property
+    def name(self) -> str:
+        return self.spec.field
+
+
+def targets(config: ModelConfig) -> list[Target]:
+    """All of a model, in the order of its groups and of its architecture's table."""
+    table, every = architectures.get(config.architecture).TENSORS, []
+    for kind in config.kinds:
+        for number, group in enumerate(config.groups(kind)):
+            starts: dict[str, int] = {}
+            first = group.layers[0]
+            for spec in table:
+                if spec.kind != kind or spec.field not in adaptable(kind) or first not in spec.layers(config):
+                    continue
+                n, k = spec.sizes(config, first)
+                start = starts.get(spec.array, 0)
+                every.append(Target(spec, number, group.layers, group.settings, start, (n, k)))
+                starts[spec.array] = start + n
+    return every
+
+
+def names(every: Collection[Target]) -> list[str]:
+    """What `where` may name: matrices, and kinds."""
+    return list(dict.fromkeys([*(t.name for t in every), *(t.kind for t in every)]))
+
+
+def check(adapter: Adapter, config: ModelConfig) -> None:
+    """Raise ValueError for an adapter that is not of such a model."""
+    own = {(t.kind, t.group, t.name): (len(t.layers), *t.shape, t.start) for t in targets(config)}
+    for kind, group, name, change in adapter.each():
+        shape = change.a.shape[0], *change.shape, change.start
+        if own.get((kind, group, name)) != shape:
+            raise ValueError(
+                f"adapter: {kind}.{name} of group {group} is of {shape[0]} layers, {shape[1]} x {shape[2]}; "
+                f"this {config.architecture} model has {own.get((kind, group, name), 'no such matrix')}"
+            )
+
+
+def refuses(target: Target, naming: str, config: ModelConfig) -> str | None:
+    """Why the file of an adapter cannot change this matrix, or None.
+
+    naming  whose names the file has, "gguf" or "huggingface"
+    """
+    whole = target.spec.fused and target.spec.fused.name(naming)
+    own = target.spec.name(naming)
+    if own is None:
+        return f"{naming} files of {config.architecture} have no name for {target.kind}.{target.name}"
+    changed = target.spec.from_huggingface is not None
+    changed = changed or hasattr(architectures.get(config.architecture), "tensors_from_huggingface")
+    if naming == "huggingface" and changed:
+        return f"Hugging Face files of {config.architecture} have other numbers than this model computes with"
+    if whole and target.spec.fused is not None and target.spec.fused.transposed:
+        return f"{whole} is transposed"
+    return None
+
+
+def row_order(target: Target, naming: str, config: ModelConfig) -> np.ndarray | None:
+    """Rows of a file in the order of the model: row i here is row order[i] there; None: it is the same.
+
+    In a GGUF file row 2 i + j of a head is row j head_dim / 2 + i of the folder that it was made of.
+    """
+    rows = target.kind == "attention" and target.name in ("q", "k")
+    own = architectures.get(config.architecture).__name__.rpartition(".")[-1]
+    if not rows or own not in TURNED or naming == model_naming(config):
+        return None
+    halves = np.arange(target.shape[0]).reshape(-1, 2, target.settings.head_dim // 2)
+    order = halves.swapaxes(1, 2).reshape(-1)
+    return order if naming == "huggingface" else np.argsort(order)
+
+
+def model_naming(config: ModelConfig) -> str:
+    """Whose order rows of queries and keys have in a model of an architecture in TURNED."""
+    ropes = [group.settings.rope for group in config.groups("attention")]
+    return "gguf" if any(rope is not None and rope.interleaved for rope in ropes) else "huggingface"
+
+
