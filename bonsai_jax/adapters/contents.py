@@ -113,9 +113,7 @@ def _stacked(layers: dict[int, Pair], target: Target) -> LowRank:
     return LowRank(jnp.asarray(a), jnp.asarray(b), scale, target.start)
 
 
-def contents(
-    source: str, naming: str, adapter: Adapter, config: ModelConfig
-) -> Contents:
+def contents(source: str, naming: str, adapter: Adapter, config: ModelConfig) -> Contents:
     """What a file of an adapter holds. Raises NotImplementedError for one whose matrices files of this naming
     have within others."""
     pairs = {}

@@ -65,7 +65,7 @@ def load_adapters(named: Sequence[str], config: ModelConfig) -> Adapter:
     for name in named:
         file, _, scale = name.rpartition(":")
         if file and not os.path.exists(name) and _is_number(scale):
-            adapters.append(load_adapter(file, params, config, scale=float(scale)))
+            adapters.append(load_adapter(file, config, scale=float(scale)))
         else:
             adapters.append(load_adapter(name, config))
     return added(adapters)

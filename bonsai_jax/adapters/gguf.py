@@ -35,7 +35,9 @@ def read(path: Path, config: ModelConfig) -> Contents:
             "open it with bj.load"
         )
     if metadata.get("adapter.type") != "lora":
-        raise NotImplementedError(f"{path}: adapter.type is {metadata.get('adapter.type')!r}; supported: lora")
+        raise NotImplementedError(
+            f"{path}: adapter.type is {metadata.get('adapter.type')!r}; supported: lora"
+        )
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or architectures.get(name) is not architectures.get(config.architecture):
         raise CheckpointError(f"{path}: this adapter is of {name}, but the model is {config.architecture}")

@@ -117,5 +117,3 @@ def model_naming(config: ModelConfig) -> str:
     """Whose order rows of queries and keys have in a model of an architecture in TURNED."""
     ropes = [group.settings.rope for group in config.groups("attention")]
     return "gguf" if any(rope is not None and rope.interleaved for rope in ropes) else "huggingface"
-
-

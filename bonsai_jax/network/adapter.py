@@ -1,6 +1,6 @@
 """An adapter (LoRA) beside the packed weights of a model: low-rank changes of matrices of its layers.
 
-    y = W x + scale B (A x),   A [rank, in], B [out, rank], scale = alpha / rank
+y = W x + scale B (A x),   A [rank, in], B [out, rank], scale = alpha / rank
 """
 
 from collections.abc import Iterator
