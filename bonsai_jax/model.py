@@ -114,8 +114,8 @@ def load(
               "synth:bonsai-8b:q1_0" (random weights)
     run       how to run it; rows are those of each device along the mesh axis "data"
     mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
-    lora      files of adapters, "FILE" or "FILE:SCALE", a folder of PEFT or llama.cpp's .gguf, whose sum is put
-              beside the weights (`load_adapter` has their errors)
+    lora      files of adapters, "FILE" or "FILE:SCALE", each a folder of PEFT or llama.cpp's .gguf, whose sum
+              is put beside the weights (`load_adapter` has their errors)
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
     on_shapes on one GPU, called before weights are read with a Model that has their shapes only, such as

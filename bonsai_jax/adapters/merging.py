@@ -64,7 +64,7 @@ def _rows(changes: list[LowRank], first: int, shape: tuple[int, int]) -> list[Lo
 def _merged_stack(stack: LayerStack, changes: list[LowRank], format: str | None) -> LayerStack:
     if not changes:
         return stack
-    parts = []
+    parts: list[QTensor | Rows] = []
     for number, part in enumerate(stack.parts):
         layers = [layer for layer, (own, _) in enumerate(stack.where) if own == number]
         layers.sort(key=lambda layer: stack.where[layer][1])

@@ -13,10 +13,10 @@ from bonsai_jax.weights.specs import Spec
 
 # Architectures whose GGUF files have rows of queries and keys in the order of an interleaved rope, where
 # Hugging Face files have them in halves. Others have one order in both.
-TURNED = frozenset(
-    ("arcee", "deepseek", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm")
-    + ("mistral3", "smollm3")
-)
+TURNED = frozenset((
+    *("arcee", "deepseek", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm"),
+    *("mistral3", "smollm3"),
+))  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,8 +61,8 @@ class LoadOptions(ModelOptions):
         list[str] | None,
         typer.Option(
             metavar="FILE[:SCALE]",
-            help="An adapter (LoRA) to put beside the weights: a folder of PEFT, or llama.cpp's .gguf; may be "
-            "given several times, which adds them up.",
+            help="An adapter (LoRA) to put beside the weights: a folder of PEFT, or llama.cpp's .gguf file; "
+            "may be given several times, which adds them up.",
         ),
     ] = None
 

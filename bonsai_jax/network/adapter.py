@@ -18,9 +18,9 @@ from pallas_kernels import Adapted, LayerStack, LowRank, serializable
 class Adapter(struct.PyTreeNode):
     """Low-rank changes of a model's matrices, what training takes gradients of: a pytree of A and B.
 
-    layers  by kind, for each group of its layers (as Params.layers), by the matrix's name: layers["attention"]
-            [0]["q"].a is [layers, rank, hidden]. A matrix that has none is missing
-    chosen  int32 [B]: of an adapter that `stacked` has made of several, which of them each sequence has; None:
+    layers  by kind, for each group of its layers (as Params.layers), by the matrix's name: the A of queries,
+            layers["attention"][0]["q"].a, is [layers, rank, hidden]. A matrix that has none is missing
+    chosen  int32 [B]: where several adapters are stacked in this one, which of them each sequence has; None:
             it is one
     """
 

@@ -53,6 +53,7 @@ def matmul(
     if isinstance(w, Adapted):
         how = {"gamma": gamma, "eps": eps, "layer_norm": layer_norm}
         y = matmul(x, w.base, layer, residual=residual, **how)
+        assert layer is not None  # or the product had raised
         x = centered(x.astype(jnp.float32)) if layer_norm else x
         return y + w.change(_normed(x, layer, gamma, eps), layer)
     _check("matmul", x, {"w": w}, layer, gamma, residual)
