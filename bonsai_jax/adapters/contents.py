@@ -62,7 +62,7 @@ def placed(contents: Contents, config: ModelConfig) -> Adapter:
                     break
         if layers:
             if reason := refuses(target, contents.naming, config):
-                raise NotImplementedError(f"{contents.source}: {reason}; supported: the other naming")
+                raise NotImplementedError(f"{contents.source}: {reason}")
             changes[target] = _stacked(layers, target)
     if unused := [name for name in contents.pairs if name not in used]:
         able = ", ".join(dict.fromkeys(f"{t.kind}.{t.name}" for t in targets(config)))
@@ -94,8 +94,7 @@ def _pair(contents: Contents, name: str, rows: Rows | None, target: Target, conf
         )
     b = pair.b
     if rows is not None:
-        own = [np.arange(start, stop) for start, stop in rows.runs]
-        b = b[np.concatenate([rows.size * r + run for r in range(rows.repeats) for run in own])]
+        b = b[_indices(rows)]
     order = row_order(target, contents.naming, config)
     return dataclasses.replace(pair, b=b if order is None else b[order])
 
@@ -114,22 +113,41 @@ def _stacked(layers: dict[int, Pair], target: Target) -> LowRank:
 
 
 def contents(source: str, naming: str, adapter: Adapter, config: ModelConfig) -> Contents:
-    """What a file of an adapter holds. Raises NotImplementedError for one whose matrices files of this naming
-    have within others."""
-    pairs = {}
+    """What a file of an adapter holds. Matrices that files of this naming may have in one, rows below rows,
+    get one pair, whose rank is the sum of theirs. Raises NotImplementedError for one that such a file cannot
+    change."""
+    pairs: dict[str, Pair] = {}
     for target in targets(config):
-        change = adapter.layers.get(target.kind, ({},) * (target.group + 1))[target.group].get(target.name)
+        change = _change(adapter, target)
         if change is None:
             continue
-        own = target.spec.name(naming)
-        reason = refuses(target, naming, config)
-        if target.spec.fused is not None and (whole := target.spec.fused.name(naming)) is not None:
-            reason = reason or f"{naming} files of {config.architecture} have {own} within {whole}"
-        if reason:
-            raise NotImplementedError(f"{source}: {reason}; supported: the other naming")
+        if reason := refuses(target, naming, config):
+            raise NotImplementedError(f"{source}: {reason}")
         order = row_order(target, naming, config)
         rows = slice(None) if order is None else np.argsort(order)
         a, b = np.asarray(change.a), np.asarray(change.b)
         for index, layer in enumerate(target.layers):
-            pairs[str(own).format(layer)] = Pair(a[index], b[index][rows], change.scale)
+            pair = Pair(a[index], b[index][rows], change.scale)
+            name, within = _names(target, naming, layer)[0]
+            pairs[name] = pair if within is None else _with_rows(pairs.get(name), pair, within)
     return Contents(source, naming, pairs)
+
+
+def _change(adapter: Adapter, target: Target) -> LowRank | None:
+    groups = adapter.layers.get(target.kind)
+    return None if groups is None else groups[target.group].get(target.name)
+
+
+def _with_rows(whole: Pair | None, pair: Pair, rows: Rows) -> Pair:
+    """The pair of a fused matrix, perhaps one that has others' rows, with those of one more."""
+    b = np.zeros((rows.repeats * rows.size, pair.rank), pair.b.dtype)
+    b[_indices(rows)] = pair.scale * pair.b
+    if whole is None:
+        return Pair(pair.a, b, 1.0)
+    return Pair(np.concatenate([whole.a, pair.a]), np.concatenate([whole.b, b], axis=1), 1.0)
+
+
+def _indices(rows: Rows) -> np.ndarray:
+    """The rows of a fused matrix that are one's own."""
+    own = [np.arange(start, stop) for start, stop in rows.runs]
+    return np.concatenate([rows.size * r + run for r in range(rows.repeats) for run in own])

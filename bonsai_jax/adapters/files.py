@@ -43,8 +43,9 @@ def load_adapter(path: str | os.PathLike[str], config: ModelConfig, *, scale: fl
 def save_adapter(path: str | os.PathLike[str], adapter: Adapter, config: ModelConfig) -> None:
     """Write an adapter: llama.cpp's GGUF file where the path ends in .gguf, else a folder of PEFT.
 
-    A and B keep their type. Raises NotImplementedError for matrices that files have within others, such as
-    q, k and v of Phi-3, and OSError where the file cannot be written.
+    A and B keep their type. Matrices that files have in one, such as q, k and v of Phi-3, get one A and B, of
+    the sum of their ranks. Raises NotImplementedError for a folder of an architecture whose folders have
+    other numbers than its GGUF files (BitNet, Falcon-H1), and OSError where the file cannot be written.
     """
     arguments.kind("path", path, (str, os.PathLike), "an adapter's folder or .gguf file")
     arguments.kind("adapter", adapter, Adapter, "what bj.lora or bj.load_adapter returns")

@@ -14,22 +14,18 @@ import numpy as np
 from bonsai_jax.adapters.contents import Contents, Pair
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import architectures
-from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
+from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, from_blocks
 
 ALPHA = "adapter.lora.alpha"
 _FORMATS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
 
-def is_adapter(checkpoint: Checkpoint) -> bool:
-    return checkpoint.metadata.get("general.type") == "adapter"
-
-
 def read(path: Path, config: ModelConfig) -> Contents:
     """Raises CheckpointError for a file that is no adapter, is broken, or is of another architecture."""
     checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
-    if not is_adapter(checkpoint):
+    if metadata.get("general.type") != "adapter":
         raise CheckpointError(
             f"{path}: general.type is {metadata.get('general.type')!r}, not 'adapter': this is a model; "
             "open it with bj.load"

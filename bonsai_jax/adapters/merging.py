@@ -10,7 +10,7 @@ from bonsai_jax.network import kinds
 from bonsai_jax.network.adapter import Adapter
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.schedules import StepPlan
-from pallas_kernels import LayerStack, LowRank, QTensor, Rows, dequantize, for_device, quantize
+from pallas_kernels import LayerStack, LowRank, QTensor, Rows, dequantize, for_device, formats, quantize
 from pallas_kernels.qtensor import tile
 
 
@@ -20,8 +20,8 @@ def merge(params: Params, adapter: Adapter, format: str | None = None) -> Params
     W' = quantize(dequantize(W) + scale B A)
 
     format  of the matrices that change: "f32", "bf16" or a packed one that has an encoder, such as "q8_0".
-            None: each keeps its own, with its kernels and its schedule. In another format a decode step is
-            launched product by product; to run it fast on a GPU, save the weights as a model file
+            None: each keeps its own, with its kernels and its schedule; rows without a change stay as they
+            are. In another format a decode step is launched product by product
     In "f32" logits are those of the adapter beside the weights but for the order of sums; in other formats
     each weight is rounded to the format. A packed format of few bits loses most of a small change: in Q1_0,
     a sign changes where B A is larger than the weight.
@@ -96,8 +96,20 @@ def _merged(w: QTensor, changes: list[LowRank], layers: list[int], format: str |
         new = quantize(dense, format or w.format)
         if format is not None:
             return for_device(new)
+        new = new.replace(fields=jax.tree.map(in_changed_rows, new.fields, _blocks(plain[index])))
         return (tile(new) if w.tiled else new).replace(products=w.products)
+
+    def in_changed_rows(new: jax.Array, old: jax.Array) -> jax.Array:
+        changed = jnp.zeros(w.shape[0], bool)
+        for change in changes:
+            changed = changed.at[change.start : change.start + change.shape[0]].set(True)
+        return jnp.where(changed.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
     places = jnp.arange(len(layers)), jnp.array(layers)
     merged = jax.jit(lambda places: jax.lax.map(one, places))(places)
     return merged.replace(rotation=w.rotation)
+
+
+def _blocks(w: QTensor) -> dict[str, jax.Array]:
+    """The fields of a matrix's blocks, rows first, also of tiles."""
+    return formats.get(w.format).untile(w.fields, w.shape) if w.tiled else w.fields

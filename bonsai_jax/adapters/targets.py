@@ -86,16 +86,15 @@ def refuses(target: Target, naming: str, config: ModelConfig) -> str | None:
 
     naming  whose names the file has, "gguf" or "huggingface"
     """
-    whole = target.spec.fused and target.spec.fused.name(naming)
-    own = target.spec.name(naming)
-    if own is None:
+    if target.spec.name(naming) is None:
         return f"{naming} files of {config.architecture} have no name for {target.kind}.{target.name}"
     changed = target.spec.from_huggingface is not None
     changed = changed or hasattr(architectures.get(config.architecture), "tensors_from_huggingface")
     if naming == "huggingface" and changed:
-        return f"Hugging Face files of {config.architecture} have other numbers than this model computes with"
-    if whole and target.spec.fused is not None and target.spec.fused.transposed:
-        return f"{whole} is transposed"
+        return (
+            f"folders of {config.architecture} have other numbers than this model computes with, and no "
+            "adapter of one can be read or written; take llama.cpp's .gguf"
+        )
     return None
 
 
