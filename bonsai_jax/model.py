@@ -21,7 +21,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
-from bonsai_jax.network.adapter import Adapter
+from bonsai_jax.network.adapter import Adapter, refuse_split
 from bonsai_jax.network.params import Params
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -74,11 +74,14 @@ class Model:
     def with_adapter(self, *adapters: Adapter) -> "Model":
         """The same model, whose weights it shares, with an adapter beside them, or with the sum of several;
         with none without any. Everything that takes a model or its params then uses it.
-        Raises ValueError for an adapter of another model."""
+        Raises ValueError for an adapter of another model, and NotImplementedError where devices share
+        matrices."""
         for adapter in adapters:
             arguments.kind("adapter", adapter, Adapter, "what bj.lora or bj.load_adapter returns")
             targets.check(adapter, self.config)
-        adapter = added(adapters) if adapters else None
+        if adapters:
+            refuse_split(self.params.axis)
+        adapter = parallel.copied(added(adapters), self.mesh) if adapters else None
         return dataclasses.replace(self, params=self.params.replace(adapter=adapter))
 
     def __repr__(self) -> str:
@@ -162,6 +165,9 @@ def from_checkpoint(
     )
     files = [lora] if isinstance(lora, str) else list(lora)
     adapter = adapter_files.load_adapters(files, load_plan.config) if files else None
+    if adapter is not None:
+        refuse_split(where.axis)
+        adapter = parallel.copied(adapter, mesh)
     on_one_gpu = mesh is None and device.platform() != "cpu"
     devices = [device.in_use()] if mesh is None else mesh.local_devices
     rows = run.batch_size or 1  # as many as were asked for

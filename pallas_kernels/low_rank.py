@@ -41,7 +41,7 @@ class LowRank(struct.PyTreeNode):
     ) -> Float[Array, "*batch N"]:
         """scale B (A x), float32. HIGHEST, as the reference's products.
 
-        chosen  of several adapters that of each sequence, where x is [B, T, K]
+        chosen  of several adapters that of each sequence, where x is [B, T, K]; None: the first
         """
         exact: dict[str, Any] = {
             "precision": jax.lax.Precision.HIGHEST,
@@ -49,6 +49,7 @@ class LowRank(struct.PyTreeNode):
         }
         a, b = self.a[layer], self.b[layer]
         if chosen is None:
+            a, b = (a[0], b[0]) if a.ndim == 3 else (a, b)
             inner = jnp.einsum("...k,rk->...r", x, a, **exact)
             return self.scale * jnp.einsum("...r,nr->...n", inner, b, **exact)
         inner = jnp.einsum("btk,brk->btr", x, a[chosen], **exact)

@@ -74,7 +74,7 @@ def assembled(changes: dict[Target, LowRank], config: ModelConfig) -> Adapter:
 
 def added(adapters: Sequence[Adapter]) -> Adapter:
     """One adapter whose changes are the sums of those of several: their A and B side by side, with the scales
-    in B."""
+    in B. Of none one without changes."""
     if len(adapters) == 1:
         return adapters[0]
     layers: dict[str, tuple[dict[str, LowRank], ...]] = {}
@@ -93,3 +93,28 @@ def _sums(group: Sequence[dict[str, LowRank]]) -> dict[str, LowRank]:
         b = jnp.concatenate([change.scale * change.b for change in own], axis=-1)
         sums[name] = LowRank(a, b, 1.0, own[0].start) if len(own) > 1 else own[0]
     return sums
+
+
+def stacked(adapters: Sequence[Adapter]) -> Adapter:
+    """Several adapters in one, of which each sequence has one (Adapter.chosen): with a second axis for them,
+    ranks filled up with zeros, and scales in B. What an adapter does not change is zeros."""
+    layers: dict[str, tuple[dict[str, LowRank], ...]] = {}
+    for kind in dict.fromkeys(kind for adapter in adapters for kind in adapter.layers):
+        count = max(len(adapter.layers.get(kind, ())) for adapter in adapters)
+        every = [adapter.layers.get(kind, ({},) * count) for adapter in adapters]
+        layers[kind] = tuple(_stack(group) for group in zip(*every, strict=True))
+    return Adapter(layers)
+
+
+def _stack(group: Sequence[dict[str, LowRank]]) -> dict[str, LowRank]:
+    """Each matrix's changes by several adapters as one."""
+    stacks = {}
+    for name in dict.fromkeys(name for changes in group for name in changes):
+        known = [changes[name] for changes in group if name in changes]
+        rank = max(change.rank for change in known)
+        none = known[0].replace(a=jnp.zeros_like(known[0].a), b=jnp.zeros_like(known[0].b))
+        each = [changes.get(name, none) for changes in group]
+        a = [jnp.pad(change.a, ((0, 0), (0, rank - change.rank), (0, 0))) for change in each]
+        b = [jnp.pad(change.scale * change.b, ((0, 0), (0, 0), (0, rank - change.rank))) for change in each]
+        stacks[name] = LowRank(jnp.stack(a, axis=1), jnp.stack(b, axis=1), 1.0, known[0].start)
+    return stacks

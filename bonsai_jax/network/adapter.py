@@ -21,7 +21,7 @@ class Adapter(struct.PyTreeNode):
     layers  by kind, for each group of its layers (as Params.layers), by the matrix's name: the A of queries,
             layers["attention"][0]["q"].a, is [layers, rank, hidden]. A matrix that has none is missing
     chosen  int32 [B]: where several adapters are stacked in this one, which of them each sequence has; None:
-            it is one
+            it is one, or all have the first
     """
 
     layers: dict[str, tuple[dict[str, LowRank], ...]]
@@ -38,6 +38,15 @@ class Adapter(struct.PyTreeNode):
 def adaptable(kind: str) -> tuple[str, ...]:
     """The matrices of a kind that may have changes beside them."""
     return getattr(kinds.get(kind), "ADAPTED", ())
+
+
+def refuse_split(axis: str | None) -> None:
+    """Raise NotImplementedError where matrices are split over a mesh, along this axis."""
+    if axis is not None:
+        raise NotImplementedError(
+            f'adapters over a mesh with an axis "{axis}", along which matrices are split; supported: one '
+            "device, and a mesh of data alone"
+        )
 
 
 def beside(weights: Any, kind: str, group: int, adapter: Adapter) -> Any:

@@ -17,7 +17,7 @@ from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import inputs, kinds, rope, workspaces
-from bonsai_jax.network.adapter import beside
+from bonsai_jax.network.adapter import beside, refuse_split
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
@@ -79,11 +79,8 @@ def decoder(
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
             f'mesh with an axis "{params.axis}" {", ".join(STREAM)} can be tapped, the rest without it'
         )
-    if params.axis is not None and params.adapter is not None:
-        raise NotImplementedError(
-            f'adapters over a mesh with an axis "{params.axis}", along which matrices are split; take a mesh '
-            "of data alone, or merge the adapter into a model file (bj.merge)"
-        )
+    if params.adapter is not None:
+        refuse_split(params.axis)
     rotations = rope.rotations(config, params.rope_frequencies, positions)
     x = tokens
     if not jnp.issubdtype(tokens.dtype, jnp.floating):

@@ -213,6 +213,11 @@ def place_state[T](state: T, mesh: Mesh | None) -> T:
     return state if mesh is None else jax.tree.map(spread, state, shardings(state, mesh))
 
 
+def copied[T](tree: T, mesh: Mesh | None) -> T:
+    """Arrays that every process has whole, whole on every device."""
+    return tree if mesh is None else jax.tree.map(lambda x: spread(x, NamedSharding(mesh, P())), tree)
+
+
 def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
     """An array with rows first that every process has whole, over the mesh."""
     return jnp.asarray(array) if mesh is None else spread(array, NamedSharding(mesh, present((DATA,), mesh)))
