@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Int
 
 from bonsai_jax import arguments, compile_cache, forks, threads
-from bonsai_jax.adapters import files as adapter_files
 from bonsai_jax.adapters import targets
+from bonsai_jax.adapters.files import load_scaled
 from bonsai_jax.adapters.making import added
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import chain, proposers, speculation
@@ -164,9 +164,10 @@ def from_checkpoint(
         params.replace(adapter=adapter), load_plan.config, load_plan.run, tokenizer, checkpoint.source
     )
     files = [lora] if isinstance(lora, str) else list(lora)
-    adapter = adapter_files.load_adapters(files, load_plan.config) if files else None
-    if adapter is not None:
+    adapter = None
+    if files:
         refuse_split(where.axis)
+        adapter = added([load_scaled(file, load_plan.config) for file in files])
         adapter = parallel.copied(adapter, mesh)
     on_one_gpu = mesh is None and device.platform() != "cpu"
     devices = [device.in_use()] if mesh is None else mesh.local_devices

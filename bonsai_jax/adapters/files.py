@@ -2,13 +2,11 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
 from pathlib import Path
 
 from bonsai_jax import arguments
 from bonsai_jax.adapters import contents as file_contents
 from bonsai_jax.adapters import gguf, peft
-from bonsai_jax.adapters.making import added
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.adapter import Adapter
 from checkpoints import CheckpointError
@@ -60,16 +58,12 @@ def save_adapter(path: str | os.PathLike[str], adapter: Adapter, config: ModelCo
         peft.write(path, content)
 
 
-def load_adapters(named: Sequence[str], config: ModelConfig) -> Adapter:
-    """The sum of the adapters of "FILE" or "FILE:SCALE"."""
-    adapters = []
-    for name in named:
-        file, _, scale = name.rpartition(":")
-        if file and not os.path.exists(name) and _is_number(scale):
-            adapters.append(load_adapter(file, config, scale=float(scale)))
-        else:
-            adapters.append(load_adapter(name, config))
-    return added(adapters)
+def load_scaled(name: str, config: ModelConfig) -> Adapter:
+    """The adapter of "FILE" or "FILE:SCALE". Errors as for `load_adapter`."""
+    file, _, scale = name.rpartition(":")
+    if file and not os.path.exists(name) and _is_number(scale):
+        return load_adapter(file, config, scale=float(scale))
+    return load_adapter(name, config)
 
 
 def _is_number(text: str) -> bool:

@@ -23,6 +23,7 @@ from pallas_kernels import Adapted, LayerStack, LowRank, dequantize, gated, matm
 from tests.bonsai_jax import any_architecture, test_folding, test_relatives
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.llama_cpp import LlamaCpp
+from tests.bonsai_jax.serving import serving
 from tests.bonsai_jax.test_oracle import as_file
 from tests.bonsai_jax.tiny_files import logits
 
@@ -282,6 +283,106 @@ def test_everything_takes_it():
     )
     hidden, _ = bj.forward(adapted.params, jnp.array([IDS]), jnp.array([12]), adapted.config, logits=False)
     np.testing.assert_allclose(read["output"][-1], hidden, atol=1e-4)
+
+
+# ---- Per request ----
+
+
+@functools.cache
+def served_model() -> bj.Model:
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=128, batch_size=4))
+
+
+@functools.cache
+def three() -> dict[str, bj.Adapter]:
+    """Of other ranks, matrices and scales."""
+    model = served_model()
+    how = {"a": (2, None), "b": (4, ["q", "mlp"]), "c": (3, ["v"])}
+    made = {name: fresh(model, rank, alpha=2 * rank, where=where) for name, (rank, where) in how.items()}
+    return {name: drawn(adapter, 0.2, seed) for seed, (name, adapter) in enumerate(made.items())}
+
+
+def alone(name: str | None, prompt: list[int], count: int) -> list[int]:
+    """What a model with this adapter alone says."""
+    model = served_model()
+    model = model if name is None else model.with_adapter(three()[name])
+    greedy = bj.SamplingParams(temperature=0.0)
+    return bj.generate(model, [prompt], sampling=greedy, max_new_tokens=count, ignore_eos=True)[0].tokens
+
+
+def test_a_batch_with_four_adapters_is_four_batches():
+    """One of them none. Beginnings of prompts are shared by requests with the same adapter alone."""
+    prompt, how = list(range(1, 71)), {"max_new_tokens": 6, "ignore_eos": True}
+    greedy, names = bj.SamplingParams(temperature=0.0), [None, *three()]
+    want = {name: alone(name, prompt, 6) for name in names}
+    assert len({tuple(tokens) for tokens in want.values()}) == 4, want
+    model = served_model()
+    with bj.Engine(model, max_batch_size=4, context=128, pages=16, adapters=three()) as engine:
+        for cached in (0, 64):
+            handles = {name: engine.submit(prompt, greedy, adapter=name, **how) for name in names}
+            outputs = {name: handle.result(timeout_s=60) for name, handle in handles.items()}
+            assert {name: output.tokens for name, output in outputs.items()} == want
+            assert all(output.cached_tokens >= cached for output in outputs.values())
+            assert cached or not any(output.cached_tokens for output in outputs.values())
+        with pytest.raises(ValueError, match="no adapter is called 'd'; the engine has a, b, c"):
+            engine.submit(prompt, adapter="d", max_new_tokens=2)
+        # Functions of params have the first, which is none.
+        got, own = (forward(m.params, m.config) for m in (engine.model, model))
+        np.testing.assert_allclose(got, own, atol=1e-2 * np.abs(own).max())
+        # Other weights of the same structure: those of the second adapter for all.
+        params = engine.model.params
+        second = jax.tree.map(lambda x: jnp.stack([x[:, 2]] * 4, axis=1), params.adapter)
+        engine.update_params(params.replace(adapter=second))
+        assert engine.submit(prompt, greedy, **how).result(timeout_s=60).tokens == want["b"]
+    without = pytest.raises(ValueError, match=r"no adapter is called 'a'; give Engine\(adapters=")
+    with bj.Engine(model, max_batch_size=1, context=128) as engine, without:
+        engine.submit(prompt, adapter="a", max_new_tokens=2)
+    with pytest.raises(ValueError, match=r"adapter: attention.q of group 0 is of 3 layers, 512 x 256"):
+        bj.Engine(model, adapters={"other": fresh(tiny("tiny-qwen3:q1_0"))})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("speculate", [None, "ngram"])
+def test_constrained_and_speculating_rows_have_their_adapters(speculate):
+    """The likeliest text of an adapter among those that a constraint allows. With steps in two programs, and
+    with guesses."""
+    prompt, greedy = list(range(1, 71)), bj.SamplingParams(temperature=0.0)
+    model, choices = served_model(), bj.choice([chr(n) * 3 for n in range(97, 123)])
+    how = {"max_new_tokens": 4, "ignore_eos": False}
+    want = {}
+    for name, adapter in three().items():
+        (output,) = bj.generate(
+            model.with_adapter(adapter), [prompt], sampling=greedy, constraint=choices, **how
+        )
+        want[name] = output.text
+    with bj.Engine(model, max_batch_size=4, context=128, adapters=three(), speculate=speculate) as engine:
+        handles = {n: engine.submit(prompt, greedy, adapter=n, constraint=choices, **how) for n in three()}
+        plain = engine.submit(prompt, greedy, adapter="a", max_new_tokens=6, ignore_eos=True)
+        assert {name: handle.result(timeout_s=120).text for name, handle in handles.items()} == want
+        assert plain.result(timeout_s=120).tokens == alone("a", prompt, 6)
+
+
+def test_a_server_takes_an_adapters_name_as_the_model():
+    prompt = list(range(1, 71))
+    engine = {"context": 128, "adapters": three()}
+    with serving(served_model(), engine=engine) as served, served.http() as client:
+        ids = [one["id"] for one in client.get("/v1/models").json()["data"]]
+        assert ids == ["tiny", "a", "b", "c"]
+        assert client.get("/v1/models/b").json()["parent"] == "tiny"
+        for name in ("a", "b", "whatever"):
+            body = {"model": name, "prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+            answer = served.post("/v1/completions", **body).json()
+            own = name if name in three() else None
+            text = served.model.tokenizer.decode(alone(own, prompt, 6))
+            assert answer["choices"][0]["text"] == text and answer["model"] == (own or "tiny")
+        echoed = served.post("/v1/completions", model="a", prompt="Hi", echo=True, logprobs=1, max_tokens=1)
+        assert echoed.status_code == 400 and "echo: with logprobs and the adapter 'a'" in echoed.text
+
+
+@pytest.mark.parametrize("given", ["a", "=b", "a="])
+def test_names_of_adapters_are_checked_before_a_model_is_loaded(given):
+    done = run("serve", "-m", "synth:tiny-llama:q8_0", "--port", 0, "--adapter", given)
+    assert done.exit_code == 2 and "give NAME=FILE or" in done.stderr
 
 
 # ---- Files ----
