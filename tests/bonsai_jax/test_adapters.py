@@ -49,7 +49,9 @@ def fresh(model: bj.Model, rank: int = 4, **how) -> bj.Adapter:
 
 
 def forward(params, config, ids=IDS):
-    return np.asarray(bj.jitted.forward(params, jnp.array([ids]), jnp.array([len(ids)]), config)[0][0])
+    """Logits [T, V]; tokens are padded, so that there are few programs."""
+    tokens, lengths = jnp.array([[*ids, *[0] * (18 - len(ids))]]), jnp.array([len(ids)])
+    return np.asarray(bj.jitted.forward(params, tokens, lengths, config)[0][0, : len(ids)])
 
 
 def loaded(checkpoint):
@@ -144,74 +146,66 @@ def test_where_names_matrices_and_kinds():
         tiny().with_adapter(other)
 
 
+def loss(params, config):
+    """The mean surprise at the tokens of IDS."""
+    scores = bj.forward(params, jnp.array([IDS]), jnp.array([len(IDS)]), config)[0][0, :-1]
+    return optax.softmax_cross_entropy_with_integer_labels(scores, jnp.array(IDS[1:])).mean()
+
+
+@functools.cache
+def slope():
+    """Loss and gradient of an adapter beside a packed model."""
+    model = tiny("tiny-llama:q8_0")
+    return jax.jit(jax.value_and_grad(lambda a: loss(model.params.replace(adapter=a), model.config)))
+
+
 def test_the_gradient_of_a_packed_model_is_that_of_dense_weights():
-    """dA = s B^T dW and dB = s dW A^T, with dW of the same model in float32."""
+    """dA = s B^T dW and dB = s dW A^T, with dW of the same model in float32; and central differences."""
     model, scale = tiny("tiny-llama:q8_0"), 1.5
     dense = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(impl="reference", weights="decoded"))
-    adapter = drawn(fresh(model, alpha=4 * scale, where=["k", "down"]), 0.02)
-    tokens, lengths = jnp.array([IDS]), jnp.array([len(IDS)])
-
-    def loss(params, config):
-        scores = jax.nn.log_softmax(bj.forward(params, tokens, lengths, config)[0][0, :-1])
-        return -scores[jnp.arange(len(IDS) - 1), jnp.array(IDS[1:])].mean()
-
-    ours = jax.jit(jax.value_and_grad(lambda a: loss(model.params.replace(adapter=a), model.config)))
-    value, gradient = ours(adapter)
-    # Central differences, along the gradient.
+    adapter = drawn(fresh(model, alpha=4 * scale), 0.02)
+    value, gradient = slope()(adapter)
     size = jnp.sqrt(sum(jnp.vdot(g, g) for g in jax.tree.leaves(gradient)))
     step = 0.02 / size
-    ends = [ours(jax.tree.map(lambda x, g, s=s: x + s * g, adapter, gradient))[0] for s in (step, -step)]
+    ends = [slope()(jax.tree.map(lambda x, g, s=s: x + s * g, adapter, gradient))[0] for s in (step, -step)]
     np.testing.assert_allclose(size, (ends[0] - ends[1]) / 0.04, rtol=0.02)
 
-    layers = bj.merge(dense.params, adapter, "f32").layers
-
-    @jax.jit
-    @jax.value_and_grad
-    def of_weights(layers):
-        return loss(dense.params.replace(layers=layers), dense.config)
-
-    expected, slopes = of_weights(layers)
+    merged = bj.merge(dense.params, adapter, "f32")
+    down = lambda part: merged.replace(  # noqa: E731
+        layers=merged.layers
+        | {"mlp": (merged.layers["mlp"][0].replace(down=LayerStack((part,), ((0, 0), (0, 1), (0, 2)))),)}
+    )
+    (part,) = merged.layers["mlp"][0].down.parts
+    expected, slopes = jax.jit(jax.value_and_grad(lambda part: loss(down(part), dense.config)))(part)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    n, first = model.config.attention.kv_width, model.config.attention.q_width
-    (qkv,) = slopes["attention"][0].qkv
-    matrices = {
-        "k": qkv.parts[0].fields["w"][:, first : first + n],
-        "down": slopes["mlp"][0].down.parts[0].fields["w"],
-    }
-    for _, _, name, change in gradient.each():
-        own = next(c for _, _, n, c in adapter.each() if n == name)
-        slope = np.asarray(matrices[name], np.float32)
-        want = (
-            scale * np.einsum("lnr,lnk->lrk", own.b, slope),
-            scale * np.einsum("lnk,lrk->lnr", slope, own.a),
-        )
-        for got, this in zip((change.a, change.b), want, strict=True):
-            np.testing.assert_allclose(got, this, atol=1e-4 * np.abs(this).max())
+    dw = np.asarray(slopes.fields["w"]).reshape(3, *part.shape)
+    own, got = (tree.layers["mlp"][0]["down"] for tree in (adapter, gradient))
+    for ours, this in (
+        (got.a, scale * np.einsum("lnr,lnk->lrk", own.b, dw)),
+        (got.b, scale * np.einsum("lnk,lrk->lnr", dw, own.a)),
+    ):
+        np.testing.assert_allclose(ours, this, atol=1e-4 * np.abs(this).max())
 
 
 def test_training_makes_the_loss_go_down():
-    model = tiny("tiny-qwen3:q1_0")
-    adapter, optimizer = fresh(model, 8, alpha=16), optax.adam(3e-3)
-    tokens = jnp.asarray(np.random.default_rng(2).integers(0, 256, (4, 12)))
+    adapter, optimizer = fresh(tiny("tiny-llama:q8_0"), alpha=6), optax.adam(3e-3)
+    moments, losses = optimizer.init(adapter), []
 
     @jax.jit
-    def step(adapter, moments, params):
-        def loss(adapter):
-            scores, _ = bj.forward(params.replace(adapter=adapter), tokens, jnp.full(4, 12), model.config)
-            return optax.softmax_cross_entropy_with_integer_labels(scores[:, :-1], tokens[:, 1:]).mean()
-
-        value, gradient = jax.value_and_grad(loss)(adapter)
+    def updated(gradient, moments, adapter):
         changes, moments = optimizer.update(gradient, moments, adapter)
-        return optax.apply_updates(adapter, changes), moments, value
+        return optax.apply_updates(adapter, changes), moments
 
-    moments, losses = optimizer.init(adapter), []
-    for _ in range(12):
-        adapter, moments, value = step(adapter, moments, model.params)
+    for _ in range(10):
+        value, gradient = slope()(adapter)
+        adapter, moments = updated(gradient, moments, adapter)
         losses.append(float(value))
-    assert losses[-1] < 0.6 * losses[0], losses
+    assert losses[-1] < 0.5 * losses[0], losses
 
 
-@pytest.mark.parametrize("source", ["tiny-llama:q4_k_m", "tiny-gemma3:q8_0"])
+@pytest.mark.parametrize(
+    "source", ["tiny-llama:q4_k_m", pytest.param("tiny-gemma3:q8_0", marks=pytest.mark.slow)]
+)
 def test_merged_is_beside(source):
     """In float32 but for the order of sums; in a matrix's own format within its step. Formats differ from
     layer to layer, and between q, k and v; gemma has two groups of layers and norms after both halves."""
@@ -260,11 +254,7 @@ def test_everything_takes_it():
     greedy, how = bj.SamplingParams(temperature=0.0), {"max_new_tokens": 6, "ignore_eos": True}
     ids = list(IDS)
     for _ in range(6):
-        ids.append(
-            int(
-                forward(adapted.params, adapted.config, [*ids, *[0] * (18 - len(ids))])[len(ids) - 1].argmax()
-            )
-        )
+        ids.append(int(forward(adapted.params, adapted.config, ids)[-1].argmax()))
     (output,) = bj.generate(adapted, IDS, sampling=greedy, **how)
     assert output.tokens == ids[len(IDS) :]
     fused = adapted.params.replace(step=StepPlan(((8, "one_launch"),)))
@@ -273,16 +263,11 @@ def test_everything_takes_it():
         fused, state, jnp.array([IDS]), jnp.array([len(IDS)]), adapted.config, size=6
     )
     assert np.asarray(drawn_tokens.tokens)[0].tolist() == ids[len(IDS) :]
-    _, read = bj.forward(
-        adapted.params,
-        jnp.array([IDS]),
-        jnp.array([12]),
-        adapted.config,
-        taps=bj.Taps("output"),
-        logits=False,
+    tokens, lengths = jnp.array([IDS]), jnp.array([len(IDS)])
+    scores, read = bj.jitted.forward(adapted.params, tokens, lengths, adapted.config, taps=bj.Taps("output"))
+    np.testing.assert_allclose(
+        bj.unembed(adapted.params, read["output"][-1], adapted.config), scores, atol=1e-4
     )
-    hidden, _ = bj.forward(adapted.params, jnp.array([IDS]), jnp.array([12]), adapted.config, logits=False)
-    np.testing.assert_allclose(read["output"][-1], hidden, atol=1e-4)
 
 
 # ---- Per request ----
@@ -295,9 +280,9 @@ def served_model() -> bj.Model:
 
 @functools.cache
 def three() -> dict[str, bj.Adapter]:
-    """Of other ranks, matrices and scales."""
+    """Of two ranks and sets of matrices."""
     model = served_model()
-    how = {"a": (2, None), "b": (4, ["q", "mlp"]), "c": (3, ["v"])}
+    how = {"a": (2, None), "b": (4, ["q", "mlp"]), "c": (4, ["q", "mlp"])}
     made = {name: fresh(model, rank, alpha=2 * rank, where=where) for name, (rank, where) in how.items()}
     return {name: drawn(adapter, 0.2, seed) for seed, (name, adapter) in enumerate(made.items())}
 
