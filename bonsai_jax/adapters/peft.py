@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import safetensors
-from safetensors.numpy import save_file
-
 from bonsai_jax.adapters.contents import Contents, Pair
 from bonsai_jax.weights.specs import text_name
 from checkpoints import CheckpointError
@@ -40,6 +37,8 @@ _REFUSED = {
 
 def read(folder: Path) -> Contents:
     """Raises CheckpointError for a folder that is broken, NotImplementedError for what is not supported."""
+    import safetensors  # only files need it
+
     config = _config(folder)
     halves: dict[str, dict[str, np.ndarray]] = {}
     try:
@@ -90,6 +89,8 @@ def _pair(folder: Path, name: str, halves: dict[str, np.ndarray], config: dict[s
 def write(folder: Path, contents: Contents) -> None:
     """What PEFT's PeftModel.from_pretrained reads. Where ranks or scales differ, they are in rank_pattern and
     alpha_pattern."""
+    from safetensors.numpy import save_file  # only files need it
+
     usual = Counter((pair.rank, pair.scale * pair.rank) for pair in contents.pairs.values())
     (rank, alpha), _ = usual.most_common(1)[0]
     modules = {name.removesuffix(".weight"): pair for name, pair in contents.pairs.items()}
