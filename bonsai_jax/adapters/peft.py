@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from bonsai_jax.adapters.contents import Contents, Pair
 from bonsai_jax.weights.specs import text_name
 from checkpoints import CheckpointError

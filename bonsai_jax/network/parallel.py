@@ -188,8 +188,8 @@ def specs(tree, mesh: Mesh):
 
 def _axes(names: list[str], default: tuple) -> tuple[str | None, ...]:
     """The logical axes of an array with these names on the way to it."""
-    if "adapter" in names:  # small, and whole on every device
-        return ("rows",) if "chosen" in names else ()
+    if "adapter" in names[:-1]:  # Params', small and whole on every device; State's own has rows
+        return ("rows",) if names[-1] == "chosen" else ()
     if "rotation" in names:
         return ()  # the signs of folded weights: a device that has a part of the inputs cuts out its own
     kind = next((name for name in names if name in kinds.NAMES), None)

@@ -3,6 +3,7 @@ weights with the change added in numpy, files against each other and llama.cpp."
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +13,16 @@ import pytest
 import safetensors.numpy
 
 import bonsai_jax as bj
+from bonsai_jax import card
 from bonsai_jax.adapters.targets import TURNED, targets
-from bonsai_jax.network import architectures
+from bonsai_jax.network import architectures, decoder
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.schedules import StepPlan
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import CheckpointError, Tensor, open_checkpoint
-from pallas_kernels import Adapted, LayerStack, LowRank, dequantize, gated, matmul, quantize
+from pallas_kernels import Adapted, LayerStack, LowRank, dequantize, device, gated, matmul, quantize
 from tests.bonsai_jax import any_architecture, test_folding, test_relatives
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.llama_cpp import LlamaCpp
@@ -268,6 +271,28 @@ def test_everything_takes_it():
     np.testing.assert_allclose(
         bj.unembed(adapted.params, read["output"][-1], adapted.config), scores, atol=1e-4
     )
+
+
+@pytest.mark.parametrize("rows", [1, 64])
+def test_on_a_gpu_a_step_runs_product_by_product(rows, monkeypatch):
+    """By the kernels of the base: five for each layer, and the head's. Without an adapter it is fused."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    checkpoint = open_checkpoint("synth:tiny-qwen3:q1_0")
+    plan = load_plans.plan(architectures.describe(checkpoint), bj.RunConfig(context=256))
+    params = jax.eval_shape(lambda: network_params.load(plan))
+    adapter = jax.eval_shape(lambda: bj.lora(plan.config, 4, key=jax.random.key(0)))
+    cache = jax.eval_shape(lambda: kv.empty(plan.config, plan.run, rows, 256))
+
+    def kernels(params):
+        ones = jnp.zeros((rows, 1), jnp.int32)
+        step = lambda params, cache: decoder.decoder(params, ones, ones, cache, plan.config, 256)[0]  # noqa: E731
+        return str(jax.make_jaxpr(step)(params, cache))
+
+    assert params.step.schedule(rows) == ("one_launch" if rows == 1 else "layer_gemms")
+    fused, beside = kernels(params), kernels(params.replace(adapter=adapter))
+    assert len(re.findall(r"name=bit_\w*decode\w*|name=bit_\w*prefill\w*", beside)) >= 5 * 3
+    assert ("name=decode_layers" in fused) == (rows == 1) and "name=decode_layers" not in beside
+    assert card.step_names(params.replace(adapter=adapter), rows) != card.step_names(params, rows)
 
 
 # ---- Per request ----
