@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bonsai_jax.adapters.making import assembled
-from bonsai_jax.adapters.targets import Target, refuses, row_order, targets
+from bonsai_jax.adapters.targets import Target, order, refuses, targets
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.adapter import Adapter
 from bonsai_jax.weights.specs import Rows
@@ -95,8 +95,9 @@ def _pair(contents: Contents, name: str, rows: Rows | None, target: Target, conf
     b = pair.b
     if rows is not None:
         b = b[_indices(rows)]
-    order = row_order(target, contents.naming, config)
-    return dataclasses.replace(pair, b=b if order is None else b[order])
+    rows_order, columns = order(target, contents.naming, config)
+    a = pair.a if columns is None else pair.a[:, columns]
+    return dataclasses.replace(pair, a=a, b=b if rows_order is None else b[rows_order])
 
 
 def _stacked(layers: dict[int, Pair], target: Target) -> LowRank:
@@ -123,11 +124,12 @@ def contents(source: str, naming: str, adapter: Adapter, config: ModelConfig) ->
             continue
         if reason := refuses(target, naming, config):
             raise NotImplementedError(f"{source}: {reason}")
-        order = row_order(target, naming, config)
-        rows = slice(None) if order is None else np.argsort(order)
+        rows, columns = order(target, naming, config).inverse
         a, b = np.asarray(change.a), np.asarray(change.b)
+        a = a if columns is None else a[..., columns]
+        b = b if rows is None else b[:, rows]
         for index, layer in enumerate(target.layers):
-            pair = Pair(a[index], b[index][rows], change.scale)
+            pair = Pair(a[index], b[index], change.scale)
             name, within = _names(target, naming, layer)[0]
             pairs[name] = pair if within is None else _with_rows(pairs.get(name), pair, within)
     return Contents(source, naming, pairs)

@@ -21,7 +21,7 @@ def load_adapter(path: str | os.PathLike[str], config: ModelConfig, *, scale: fl
     differ from matrix to matrix (rank_pattern, alpha_pattern). Rows of queries and keys are brought to the
     model's order, which in GGUF files of Llama and its relatives is another than in their folders.
     Raises checkpoints.CheckpointError for a file that is broken or of another model, NotImplementedError for
-    DoRA, for trained biases, tokens or whole matrices, and for matrices of experts and recurrent layers.
+    DoRA, for trained biases, tokens or whole matrices, and for matrices that adapters cannot change (`lora`).
     """
     arguments.kind("path", path, (str, os.PathLike), "an adapter's folder or .gguf file")
     arguments.kind("config", config, ModelConfig, "model.config")

@@ -31,8 +31,8 @@ def lora(
     key    a random key, for A
     alpha  None: the rank, so that the scale is 1
     where  which matrices: names of them ("q", "k", "v", "o", "gate", "up", "down") or of kinds ("attention",
-           "mlp"); None: all that adapters may change, which are those of attention, of feed-forwards, and of
-           short convolutions. Those of experts and of recurrent layers are not among them
+           "mlp", "delta_net"); None: all that adapters may change, which are those of the layers, but for
+           experts with their routers, and the K and V of latent attention
     dtype  of A and B: float32, bfloat16 or float16
     `params.replace(adapter=...)` and Model.with_adapter put it beside the weights. Gradients with respect to
     it are those of any pytree.

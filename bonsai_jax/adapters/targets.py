@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,8 @@ TURNED = frozenset((
     *("arcee", "deepseek", "granite", "granitehybrid", "granitemoe", "internlm2", "llama", "minicpm"),
     *("mistral3", "smollm3"),
 ))  # fmt: skip
+# Those whose GGUF files have v heads of a gated delta net tiled, where Hugging Face files have them grouped.
+TILED = frozenset(("qwen35", "qwen35moe"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,21 +100,51 @@ def refuses(target: Target, naming: str, config: ModelConfig) -> str | None:
     return None
 
 
-def row_order(target: Target, naming: str, config: ModelConfig) -> np.ndarray | None:
-    """Rows of a file in the order of the model: row i here is row order[i] there; None: it is the same.
+class Order(NamedTuple):
+    """Rows and columns of a file's matrix in the order of the model: row i here is row rows[i] there. None:
+    they have the same."""
 
-    In a GGUF file row 2 i + j of a head is row j head_dim / 2 + i of the folder that it was made of.
+    rows: np.ndarray | None = None
+    columns: np.ndarray | None = None
+
+    @property
+    def inverse(self) -> "Order":
+        """Of the model's matrix in the order of the file."""
+        return Order(*(None if order is None else np.argsort(order) for order in self))
+
+
+def order(target: Target, naming: str, config: ModelConfig) -> Order:
+    """That of a matrix in a file of this naming.
+
+    In a GGUF file of an architecture in TURNED row 2 i + j of a head of queries or keys is row
+    j head_dim / 2 + i of the folder that it was made of; in one of TILED v head j (k heads) + i is v head
+    i (v heads / k heads) + j of the folder.
     """
-    rows = target.kind == "attention" and target.name in ("q", "k")
+    settings, name = target.settings, target.name
     own = architectures.get(config.architecture).__name__.rpartition(".")[-1]
-    if not rows or own not in TURNED or naming == model_naming(config):
-        return None
-    halves = np.arange(target.shape[0]).reshape(-1, 2, target.settings.head_dim // 2)
-    order = halves.swapaxes(1, 2).reshape(-1)
-    return order if naming == "huggingface" else np.argsort(order)
+    if target.kind == "attention" and name in ("q", "k") and own in TURNED:
+        of_folder = Order(_turned(target.shape[0], settings.head_dim))
+        model_is_gguf = _interleaved(config)
+    elif target.kind == "delta_net" and own in TILED:
+        heads = np.arange(settings.v_heads).reshape(settings.k_heads, -1).T.reshape(-1)
+        width = 1 if name in ("alpha", "beta") else settings.v_dim
+        values = (heads[:, None] * width + np.arange(width)).reshape(-1)
+        before = settings.qkv_width - settings.v_width if name == "qkv" else 0  # queries and keys
+        values = np.concatenate([np.arange(before), before + values])
+        of_folder = Order(None, values) if name == "out" else Order(values)
+        model_is_gguf = not settings.grouped
+    else:
+        return Order()
+    if (naming == "gguf") == model_is_gguf:
+        return Order()
+    return of_folder if naming == "huggingface" else of_folder.inverse
 
 
-def model_naming(config: ModelConfig) -> str:
-    """Whose order rows of queries and keys have in a model of an architecture in TURNED."""
+def _turned(rows: int, head_dim: int) -> np.ndarray:
+    return np.arange(rows).reshape(-1, 2, head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
+def _interleaved(config: ModelConfig) -> bool:
+    """Whether a model of an architecture in TURNED has rows of queries and keys as in GGUF files."""
     ropes = [group.settings.rope for group in config.groups("attention")]
-    return "gguf" if any(rope is not None and rope.interleaved for rope in ropes) else "huggingface"
+    return any(rope is not None and rope.interleaved for rope in ropes)

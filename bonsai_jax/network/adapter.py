@@ -65,12 +65,25 @@ def beside(weights: Any, kind: str, group: int, adapter: Adapter) -> Any:
 def _adapted(value: Any, changes: list[LowRank], chosen: jax.Array | None) -> Any:
     """A stack with its changes, or stacks whose products lie side by side."""
     if not isinstance(value, tuple):
+        for change in changes:
+            _check(change, value)
         return Adapted(value, tuple(changes), chosen)
     stacks: list[LayerStack | Adapted] = []
     first = 0
     for stack in value:
         end = first + stack.shape[0]
-        inside = tuple(c.replace(start=c.start - first) for c in changes if first <= c.start < end)
-        stacks.append(Adapted(stack, inside, chosen) if inside else stack)
+        inside = [c.replace(start=c.start - first) for c in changes if first <= c.start < end]
+        stacks.append(_adapted(stack, inside, chosen) if inside else stack)
         first = end
     return tuple(stacks)
+
+
+def _check(change: LowRank, stack: LayerStack) -> None:
+    """Raise ValueError for a change that is not of this weight."""
+    (n, k), layers = stack.shape, len(stack.where)
+    rows, columns = change.shape
+    if columns != k or change.start + rows > n or change.a.shape[0] != layers:
+        raise ValueError(
+            f"adapter: a change of {change.a.shape[0]} layers, {rows} x {columns} (N x K), is beside a "
+            f"weight of {layers} layers, {n} x {k}; the adapter is of another model"
+        )

@@ -14,16 +14,17 @@ import safetensors.numpy
 
 import bonsai_jax as bj
 from bonsai_jax import card
-from bonsai_jax.adapters.targets import TURNED, targets
+from bonsai_jax.adapters.targets import TILED, TURNED, targets
 from bonsai_jax.network import architectures, decoder
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
+from bonsai_jax.network.adapter import adaptable
 from bonsai_jax.network.schedules import StepPlan
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import CheckpointError, Tensor, open_checkpoint
 from pallas_kernels import Adapted, LayerStack, LowRank, dequantize, device, gated, matmul, quantize
-from tests.bonsai_jax import any_architecture, test_folding, test_relatives
+from tests.bonsai_jax import any_architecture, test_folding, test_qwen35, test_relatives
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.llama_cpp import LlamaCpp
 from tests.bonsai_jax.serving import serving
@@ -147,6 +148,10 @@ def test_where_names_matrices_and_kinds():
     other = fresh(tiny("tiny-qwen3:q1_0"))
     with pytest.raises(ValueError, match=r"adapter: attention.q of group 0 is of 3 layers, 512 x 256"):
         tiny().with_adapter(other)
+    with pytest.raises(
+        ValueError, match=r"3 layers, 256 x 512 \(N x K\), is beside a weight of 3 layers, 256 x 256"
+    ):
+        forward(tiny().params.replace(adapter=other), tiny().config)
 
 
 def loss(params, config):
@@ -218,6 +223,33 @@ def test_merged_is_beside(source):
     merged = forward(bj.merge(model.params, adapter, "f32"), model.config)
     np.testing.assert_allclose(merged, beside, atol=2e-5 * np.abs(beside).max())
     assert np.abs(beside - forward(model.params, model.config)).max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    ["arcee", "deepseek2", "gemma4", "granitehybrid", "lfm2", "nemotron_h", "phi3", "qwen35", "qwen3next"],
+)
+def test_every_matrix_of_every_kind_of_layer_is_changed(name):
+    """Merged is beside, and each change alone makes a difference. Steps are prefill."""
+    params, config = loaded(any_architecture.tiny(name))
+    adapter = drawn(bj.lora(config, 2, key=jax.random.key(0)), 0.1)
+    assert {kind for kind, *_ in adapter.each()} == {k for k in config.kinds if adaptable(k)}
+    beside = forward(params.replace(adapter=adapter), config)
+    merged = forward(bj.merge(params, adapter, "f32"), config)
+    np.testing.assert_allclose(merged, beside, atol=1e-4 * np.abs(beside).max())
+    for kind, group, matrix, change in adapter.each():
+        without = jax.tree.map(lambda x: x, adapter)
+        without.layers[kind][group][matrix] = change.replace(b=0 * change.b)
+        assert np.abs(forward(params.replace(adapter=without), config) - beside).max() > 1e-4, matrix
+    description = architectures.describe(any_architecture.tiny(name))
+    run = load_plans.resolve(description, bj.RunConfig(impl="reference", page_size=16))
+    cache = kv.empty(config, run, 1, 32)
+    for token, want in zip(IDS, beside, strict=True):
+        got, cache = bj.jitted.extend(
+            params.replace(adapter=adapter), cache, jnp.array([[token]]), jnp.array([1]), config
+        )
+        np.testing.assert_allclose(got[0, 0], want, atol=1e-3 * np.abs(beside).max())
 
 
 def test_merged_in_its_own_format_is_rounded_to_it():
@@ -430,17 +462,26 @@ def with_changes(checkpoint, changes):
         ("minicpm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),
         ("internlm2", ("attention.wqkv", "feed_forward.w1")),  # fused rows, which are turned too
         ("chatglm", ("self_attention.query_key_value",)),  # one order in both kinds of files
+        # Tiled v heads, which are rows of some and columns of others.
+        pytest.param(
+            "qwen35",
+            ("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "linear_attn.out_proj", "q_proj"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_folders_of_peft_and_gguf_files_give_one_set_of_logits(name, modules, tmp_path):
     """Of a model from a folder and from a GGUF file, whose queries and keys have rows in another order. Ranks
     and alphas differ, one layer has no change, and the oracle adds B A in numpy to the folder's tensors."""
-    folder, file = test_relatives.folder(name), test_relatives.file(name)
+    if name == "qwen35":
+        folder, file = test_qwen35.folder(), open_checkpoint(test_qwen35.TINY)
+    else:
+        folder, file = test_relatives.folder(name), test_relatives.file(name)
     rng, pairs, changes = np.random.default_rng(3), {}, {}
     chosen = [
         t for t in folder.tensors if t.endswith(tuple(f"{m}.weight" for m in modules)) and ".1." not in t
     ]
-    assert len(chosen) == 2 * len(modules)
+    assert len(chosen) >= 2 * len(modules) - (name == "qwen35")
     for number, tensor in enumerate(chosen):
         rank, (n, k) = 2 + (number == 0), folder.tensors[tensor].shape
         a, b = 0.2 * rng.standard_normal((rank, k)), 0.2 * rng.standard_normal((n, rank))
@@ -474,6 +515,8 @@ def test_which_architectures_have_two_orders_of_rows():
             interleaved.add(name)
         for target in targets(config):
             assert not target.spec.optional  # else an adapter could change what the model lacks
+        nets = [group.settings for group in config.groups("delta_net")]
+        assert (name in TILED) == any(not net.grouped for net in nets)
     assert interleaved - native == TURNED
 
 
