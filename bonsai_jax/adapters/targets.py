@@ -123,7 +123,7 @@ def order(target: Target, naming: str, config: ModelConfig) -> Order:
     settings, name = target.settings, target.name
     own = architectures.get(config.architecture).__name__.rpartition(".")[-1]
     if target.kind == "attention" and name in ("q", "k") and own in TURNED:
-        of_folder = Order(_turned(target.shape[0], settings.head_dim))
+        from_folder = Order(_turned(target.shape[0], settings.head_dim))
         model_is_gguf = _interleaved(config)
     elif target.kind == "delta_net" and own in TILED:
         heads = np.arange(settings.v_heads).reshape(settings.k_heads, -1).T.reshape(-1)
@@ -131,13 +131,13 @@ def order(target: Target, naming: str, config: ModelConfig) -> Order:
         values = (heads[:, None] * width + np.arange(width)).reshape(-1)
         before = settings.qkv_width - settings.v_width if name == "qkv" else 0  # queries and keys
         values = np.concatenate([np.arange(before), before + values])
-        of_folder = Order(None, values) if name == "out" else Order(values)
+        from_folder = Order(None, values) if name == "out" else Order(values)
         model_is_gguf = not settings.grouped
     else:
         return Order()
     if (naming == "gguf") == model_is_gguf:
         return Order()
-    return of_folder if naming == "huggingface" else of_folder.inverse
+    return from_folder if naming == "huggingface" else from_folder.inverse
 
 
 def _turned(rows: int, head_dim: int) -> np.ndarray:
