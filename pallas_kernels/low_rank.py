@@ -61,6 +61,7 @@ class LowRank(struct.PyTreeNode):
         return self.scale * jnp.matmul(b, a, precision=jax.lax.Precision.HIGHEST)
 
 
+@serializable
 class Adapted(struct.PyTreeNode):
     """A weight of every layer with low-rank changes beside it; `matmul` and `gated` take it as they take the
     weight.
