@@ -52,8 +52,14 @@ class LowRank(struct.PyTreeNode):
             a, b = (a[0], b[0]) if a.ndim == 3 else (a, b)
             inner = jnp.einsum("...k,rk->...r", x, a, **exact)
             return self.scale * jnp.einsum("...r,nr->...n", inner, b, **exact)
-        inner = jnp.einsum("btk,brk->btr", x, a[chosen], **exact)
-        return self.scale * jnp.einsum("btr,bnr->btn", inner, b[chosen], **exact)
+        if len(a) > len(chosen):  # gathered: a copy of A and B for each sequence
+            inner = jnp.einsum("btk,brk->btr", x, a[chosen], **exact)
+            return self.scale * jnp.einsum("btr,bnr->btn", inner, b[chosen], **exact)
+        # Of many sequences it is cheaper to read each adapter once, and to leave out what is not theirs.
+        inner = jnp.einsum("btk,srk->btsr", x, a, **exact)
+        own = chosen[:, None] == jnp.arange(len(a))
+        inner = jnp.where(own[:, None, :, None], inner, 0.0)
+        return self.scale * jnp.einsum("btsr,snr->btn", inner, b, **exact)
 
     def dense(self, layer: int | Int[Array, ""]) -> Float[Array, "N K"]:
         """scale B A of a layer, float32."""

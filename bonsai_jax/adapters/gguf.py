@@ -34,6 +34,8 @@ def read(path: Path, config: ModelConfig) -> Contents:
         raise NotImplementedError(
             f"{path}: adapter.type is {metadata.get('adapter.type')!r}; supported: lora"
         )
+    if any(key.startswith("adapter.alora.") for key in metadata):
+        raise NotImplementedError(f"{path}: activated LoRA (adapter.alora) is not supported; supported: lora")
     name = metadata.get("general.architecture")
     if not isinstance(name, str) or architectures.get(name) is not architectures.get(config.architecture):
         raise CheckpointError(f"{path}: this adapter is of {name}, but the model is {config.architecture}")
@@ -69,7 +71,7 @@ def _pair(path: Path, name: str, halves: dict[str, np.ndarray], alpha: float) ->
 def write(path: Path, contents: Contents, config: ModelConfig) -> None:
     """What llama.cpp's --lora reads. Scales that do not come of one alpha are in lora_b."""
     first = next(iter(contents.pairs.values()))
-    alpha = np.float32(first.scale * first.rank)
+    alpha = np.float32(first.scale * first.rank or first.rank)  # 0 would mean a scale of 1
     tensors = []
     for name, pair in contents.pairs.items():
         own = float(alpha) / pair.rank

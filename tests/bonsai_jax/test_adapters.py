@@ -121,6 +121,20 @@ def test_a_product_and_its_gradient_are_those_in_float64(op):
             assert not np.asarray(got)[0].any()  # of the other layer
 
 
+@pytest.mark.parametrize("count", [3, 5])
+def test_rows_have_their_own_changes(count):
+    """Of as many adapters as rows and fewer, and of more."""
+    rng = np.random.default_rng(2)
+    a, b = rng.standard_normal((2, count, 4, 32)), rng.standard_normal((2, count, 16, 4))
+    x, chosen = rng.standard_normal((3, 2, 32)), np.array([2, 0, 2])
+    change = LowRank(jnp.asarray(a, jnp.float32), jnp.asarray(b, jnp.float32), 0.5)
+    got = change(jnp.asarray(x, jnp.float32), 1, jnp.asarray(chosen))
+    want = [0.5 * x[row] @ a[1, one].T @ b[1, one].T for row, one in enumerate(chosen)]
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    first = change(jnp.asarray(x[0], jnp.float32), 1)
+    np.testing.assert_allclose(first, 0.5 * x[0] @ a[1, 0].T @ b[1, 0].T, rtol=1e-4, atol=1e-4)
+
+
 # ---- Whole models ----
 
 
@@ -535,6 +549,23 @@ def test_llama_cpp_gives_the_same_probabilities(source, tmp_path):
     ids, scores = np.array(row["top_ids"][0]), np.array(row["top_logprobs"][0])
     assert np.abs(np.asarray(ours)[ids] - scores).max() < 1e-3
     assert np.abs(np.asarray(plain)[ids] - scores).max() > 0.5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_numbers_of_16_bits_stay_so(dtype, tmp_path):
+    """In both kinds of files; and a scale of 0 is none of 1."""
+    config = tiny().config
+    adapter = drawn(fresh(tiny(), 2, alpha=6, where=["v", "down"], dtype=jnp.dtype(dtype)))
+    for path in (tmp_path / "one.gguf", tmp_path / "one"):
+        bj.save_adapter(path, adapter, config)
+        again = bj.load_adapter(path, config)
+        assert jax.tree.structure(again) == jax.tree.structure(adapter)
+        for own, read in zip(jax.tree.leaves(adapter), jax.tree.leaves(again), strict=True):
+            assert own.dtype == read.dtype == dtype
+            np.testing.assert_array_equal(own, read)
+        bj.save_adapter(path, bj.load_adapter(path, config, scale=0), config)
+        nothing = bj.load_adapter(path, config)
+        assert not any(np.any(c.scale * np.asarray(c.b, np.float32)) for *_, c in nothing.each())
 
 
 @pytest.mark.parametrize(
