@@ -24,6 +24,7 @@ from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import CheckpointError, Tensor, open_checkpoint
 from pallas_kernels import Adapted, LayerStack, LowRank, dequantize, device, gated, matmul, quantize
+from pallas_kernels.qtensor import tile
 from tests.bonsai_jax import any_architecture, test_folding, test_qwen35, test_relatives
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.llama_cpp import LlamaCpp
@@ -280,6 +281,13 @@ def test_merged_in_its_own_format_is_rounded_to_it():
         step = np.abs(exact).reshape(len(exact), -1, 32).max(-1).repeat(32, -1) / 127
         assert (np.abs(new - exact) <= 0.51 * step + 1e-3 * np.abs(exact)).all()  # a scale of 11 bits
         np.testing.assert_array_equal(new[: change.start], old[: change.start])
+    # The layout of GPU kernels holds the same weights.
+    (part,) = before.o.parts
+    tiled = before.replace(o=LayerStack((tile(part),), before.o.where))
+    layers = model.params.layers | {"attention": (tiled,)}
+    (as_tiles,) = bj.merge(model.params.replace(layers=layers), adapter).layers["attention"]
+    assert as_tiles.o.parts[0].tiled
+    np.testing.assert_array_equal(dequantize(as_tiles.o.parts[0]), dequantize(after.o.parts[0]))
     with pytest.raises(NotImplementedError, match="format iq2_xxs has no encoder"):
         bj.merge(model.params, adapter, "iq2_xxs")
 
