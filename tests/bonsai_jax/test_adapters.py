@@ -283,11 +283,11 @@ def test_merged_in_its_own_format_is_rounded_to_it():
         np.testing.assert_array_equal(new[: change.start], old[: change.start])
     # The layout of GPU kernels holds the same weights.
     (part,) = before.o.parts
-    tiled = before.replace(o=LayerStack((tile(part),), before.o.where))
+    tiled = before.replace(o=LayerStack((jax.jit(tile)(part),), before.o.where))
     layers = model.params.layers | {"attention": (tiled,)}
     (as_tiles,) = bj.merge(model.params.replace(layers=layers), adapter).layers["attention"]
     assert as_tiles.o.parts[0].tiled
-    np.testing.assert_array_equal(dequantize(as_tiles.o.parts[0]), dequantize(after.o.parts[0]))
+    np.testing.assert_array_equal(jax.jit(dequantize)(as_tiles.o.parts[0]), dequantize(after.o.parts[0]))
     with pytest.raises(NotImplementedError, match="format iq2_xxs has no encoder"):
         bj.merge(model.params, adapter, "iq2_xxs")
 
