@@ -142,9 +142,8 @@ def test_rows_have_their_own_changes(count):
 def test_a_fresh_adapter_changes_nothing_and_one_that_is_taken_away_leaves_the_model():
     model = tiny()
     with_one = model.with_adapter(fresh(model))
-    np.testing.assert_allclose(
-        forward(with_one.params, model.config), forward(model.params, model.config), atol=1e-5
-    )
+    beside = forward(with_one.params, model.config)
+    np.testing.assert_allclose(beside, forward(model.params, model.config), atol=1e-5)
     assert jax.tree.structure(with_one.with_adapter().params) == jax.tree.structure(model.params)
 
 
@@ -327,7 +326,7 @@ def test_everything_takes_it():
     )
 
 
-@pytest.mark.parametrize("rows", [1, 64])
+@pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_on_a_gpu_a_step_runs_product_by_product(rows, monkeypatch):
     """By the kernels of the base: five for each layer, and the head's. Without an adapter it is fused."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
@@ -483,7 +482,9 @@ def with_changes(checkpoint, changes):
     [
         ("minicpm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),
         ("internlm2", ("attention.wqkv", "feed_forward.w1")),  # fused rows, which are turned too
-        ("chatglm", ("self_attention.query_key_value",)),  # one order in both kinds of files
+        pytest.param(  # one order in both kinds of files
+            "chatglm", ("self_attention.query_key_value",), marks=pytest.mark.slow
+        ),
         # Tiled v heads, which are rows of some and columns of others.
         pytest.param(
             "qwen35",
@@ -542,7 +543,7 @@ def test_which_architectures_have_two_orders_of_rows():
     assert interleaved - native == TURNED
 
 
-@pytest.mark.parametrize("source", ["tiny-llama:f32", "tiny-qwen3:f32"])
+@pytest.mark.parametrize("source", ["tiny-llama:f32", pytest.param("tiny-qwen3:f32", marks=pytest.mark.slow)])
 def test_llama_cpp_gives_the_same_probabilities(source, tmp_path):
     """With the adapter that we write, at a scale. Beside float32, as llama.cpp would round activations."""
     as_file(open_checkpoint(f"synth:{source}"), tmp_path / "model.gguf")
@@ -559,7 +560,7 @@ def test_llama_cpp_gives_the_same_probabilities(source, tmp_path):
     assert np.abs(np.asarray(plain)[ids] - scores).max() > 0.5
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_numbers_of_16_bits_stay_so(dtype, tmp_path):
     """In both kinds of files; and a scale of 0 is none of 1."""
     config = tiny().config
