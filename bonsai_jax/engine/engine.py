@@ -9,7 +9,7 @@ import inspect
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from bonsai_jax import constraints, forks
@@ -110,7 +110,7 @@ class Engine:
         reproducible: bool = False,
         prefix_cache: str | os.PathLike[str] | None = None,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
-        adapters: Mapping[str, Adapter] | None = None,
+        adapters: dict[str, Adapter] | None = None,
     ):
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
