@@ -29,6 +29,7 @@ for _name in ("checkpoints", "pallas_kernels"):
         )
 
 if TYPE_CHECKING:
+    from bonsai_jax.adapters import load_adapter, lora, merge, save_adapter
     from bonsai_jax.config import ModelConfig, RunConfig
     from bonsai_jax.constraints import Constraint, choice, grammar, json_object, json_schema, regex
     from bonsai_jax.decoding import jitted
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.making import quantize_file
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
+    from bonsai_jax.network.adapter import Adapter
     from bonsai_jax.network.cache import KVCache
     from bonsai_jax.network.decoder import embed, unembed
     from bonsai_jax.network.parallel import over_mesh
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
 
 # Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
 _HOMES = {
+    "bonsai_jax.adapters": ("load_adapter", "lora", "merge", "save_adapter"),
+    "bonsai_jax.network.adapter": ("Adapter",),
     "bonsai_jax.engine.answers": ("Output", "Piece"),
     "bonsai_jax.network.cache": ("KVCache",),
     "bonsai_jax.decoding.checks": ("checked",),
@@ -114,6 +118,7 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "Adapter",
     "CheckpointError",
     "Constraint",
     "Drawn",
@@ -152,15 +157,19 @@ __all__ = [
     "json_object",
     "json_schema",
     "load",
+    "load_adapter",
     "load_state",
     "logits",
+    "lora",
     "make_mesh",
+    "merge",
     "new_cache",
     "new_state",
     "over_mesh",
     "prefill",
     "quantize_file",
     "regex",
+    "save_adapter",
     "save_state",
     "score",
     "start",

@@ -13,13 +13,13 @@ from pallas_kernels.qtensor import leaves
 def kernel_names(weights, rows: int) -> str:
     """The kernels that multiply these weights with this number of rows of activations: "int_decode",
     "int_decode+reference" where they differ, "int_decode:16" with 16 bits of activations and not 8."""
-    names = {_kernel_name(w, rows) for w in leaves(weights) if isinstance(w, QTensor)}
+    names = {_kernel_name(w, rows) for w in leaves(weights)}
     return "+".join(sorted(names))
 
 
 def step_names(params: Params, rows: int = 1) -> str:
     """The same of a decode step for this number of rows: its schedule where that is not "launches"."""
-    schedule = params.step.schedule(rows)
+    schedule = "launches" if params.adapter else params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)
     (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers["attention"]])}

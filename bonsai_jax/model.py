@@ -11,6 +11,9 @@ import numpy as np
 from jaxtyping import Int
 
 from bonsai_jax import arguments, compile_cache, forks, threads
+from bonsai_jax.adapters import targets
+from bonsai_jax.adapters.files import load_scaled
+from bonsai_jax.adapters.making import added
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import chain, proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
@@ -18,6 +21,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
+from bonsai_jax.network.adapter import Adapter, refuse_split
 from bonsai_jax.network.params import Params
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -67,6 +71,19 @@ class Model:
             return self
         return dataclasses.replace(self, params=jax.eval_shape(lambda: self.params))
 
+    def with_adapter(self, *adapters: Adapter) -> "Model":
+        """The same model, whose weights it shares, with an adapter beside them, or with the sum of several;
+        with none without any. Everything that takes a model or its params then uses it.
+        Raises ValueError for an adapter of another model, and NotImplementedError where devices share
+        matrices."""
+        for adapter in adapters:
+            arguments.kind("adapter", adapter, Adapter, "what bj.lora or bj.load_adapter returns")
+            targets.check(adapter, self.config)
+        if adapters:
+            refuse_split(self.params.axis)
+        adapter = parallel.copied(added(adapters), self.mesh) if adapters else None
+        return dataclasses.replace(self, params=self.params.replace(adapter=adapter))
+
     def __repr__(self) -> str:
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         c = self.config
@@ -89,6 +106,7 @@ def load(
     run: RunConfig = RunConfig(),
     *,
     mesh: jax.sharding.Mesh | None = None,
+    lora: str | Sequence[str] = (),
     offline: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_shapes: Callable[[Model], None] | None = None,
@@ -99,6 +117,8 @@ def load(
               "synth:bonsai-8b:q1_0" (random weights)
     run       how to run it; rows are those of each device along the mesh axis "data"
     mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
+    lora      files of adapters, "FILE" or "FILE:SCALE", each a folder of PEFT or llama.cpp's .gguf, whose sum
+              is put beside the weights (`load_adapter` has their errors)
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
     on_shapes on one GPU, called before weights are read with a Model that has their shapes only, such as
@@ -114,7 +134,7 @@ def load(
     offline = arguments.flag("offline", offline)
     start_device()
     checkpoint = open_checkpoint(source, offline=offline)
-    return from_checkpoint(checkpoint, run, mesh=mesh, progress=progress, on_shapes=on_shapes)
+    return from_checkpoint(checkpoint, run, mesh=mesh, lora=lora, progress=progress, on_shapes=on_shapes)
 
 
 def from_checkpoint(
@@ -122,6 +142,7 @@ def from_checkpoint(
     run: RunConfig = RunConfig(),
     *,
     mesh: jax.sharding.Mesh | None = None,
+    lora: str | Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_shapes: Callable[[Model], None] | None = None,
 ) -> Model:
@@ -140,8 +161,14 @@ def from_checkpoint(
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
     model = lambda params: Model(  # noqa: E731
-        params, load_plan.config, load_plan.run, tokenizer, checkpoint.source
+        params.replace(adapter=adapter), load_plan.config, load_plan.run, tokenizer, checkpoint.source
     )
+    files = [lora] if isinstance(lora, str) else list(lora)
+    adapter = None
+    if files:
+        refuse_split(where.axis)
+        adapter = added([load_scaled(file, load_plan.config) for file in files])
+        adapter = parallel.copied(adapter, mesh)
     on_one_gpu = mesh is None and device.platform() != "cpu"
     devices = [device.in_use()] if mesh is None else mesh.local_devices
     rows = run.batch_size or 1  # as many as were asked for

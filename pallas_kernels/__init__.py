@@ -15,6 +15,7 @@ from pallas_kernels.causal_conv import causal_conv
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import each_matmul, experts_ffn, experts_gated, experts_matmul, route
 from pallas_kernels.latent import attend_latent
+from pallas_kernels.low_rank import Adapted, LowRank
 from pallas_kernels.mamba2 import mamba2
 from pallas_kernels.matmul import gated, matmul
 from pallas_kernels.norm import layer_norm, rms_norm
@@ -30,7 +31,9 @@ __all__ = [
     "SILU",
     "XIELU",
     "Activation",
+    "Adapted",
     "LayerStack",
+    "LowRank",
     "Products",
     "QTensor",
     "Rotation",

@@ -223,4 +223,5 @@ def noted(weights: tuple, inputs: Callable[[], jax.Array], chosen: jax.Array | N
 
 def leaves(weights) -> list[QTensor]:
     """The matrices in a tree of weights."""
-    return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    every = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return [leaf for leaf in every if isinstance(leaf, QTensor)]

@@ -40,7 +40,7 @@ ROOMS = (
     ("weights",),
     ("network",),
     ("decoding",),
-    ("card",),
+    ("adapters", "card"),
     ("model",),
     ("engine", "making", "nnx", "save"),
     ("research",),

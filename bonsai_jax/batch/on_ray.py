@@ -11,7 +11,7 @@ an answer would wait for its block, and nothing could be appended to an existing
 import asyncio
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Load:
     tensor: int = 1
     offline: bool = False
     compile_cache: bool = True
+    lora: Sequence[str] = ()
 
 
 class Worker:
@@ -48,7 +49,8 @@ class Worker:
         if not load.compile_cache:
             jax.config.update("jax_enable_compilation_cache", False)
         mesh = None if load.tensor == 1 else bj.make_mesh(1, load.tensor)
-        self.answers = Answers(bj.load(name, load.run, mesh=mesh, offline=load.offline), job, needs)
+        model = bj.load(name, load.run, mesh=mesh, offline=load.offline, lora=load.lora)
+        self.answers = Answers(model, job, needs)
 
     async def ready(self) -> str:
         """Its process, node and device, once it has loaded the model."""

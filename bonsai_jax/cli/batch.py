@@ -126,7 +126,8 @@ def command(
     else:
         from bonsai_jax.batch import on_ray
 
-        on_actor = on_ray.Load(config, devices.tensor_parallel, model.offline, not model.no_compile_cache)
+        how_loaded = model.offline, not model.no_compile_cache, tuple(model.lora or ())
+        on_actor = on_ray.Load(config, devices.tensor_parallel, *how_loaded)
         say = functools.partial(print, file=sys.stderr, flush=True)
         report = on_ray.run(on_actor, source, output, job, address=ray, workers=workers, **how, tell=say)
     print(_summary(report), file=sys.stderr)

@@ -57,6 +57,14 @@ class LoadOptions(ModelOptions):
         bool,
         typer.Option("--no-compile-cache", help="Do not store compiled programs in the user's cache folder."),
     ] = False
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[:SCALE]",
+            help="An adapter (LoRA) to put beside the weights: a folder of PEFT, or llama.cpp's .gguf file; "
+            "may be given several times, which adds them up.",
+        ),
+    ] = None
 
     def load(
         self,
@@ -81,7 +89,9 @@ class LoadOptions(ModelOptions):
         start_device()
         checkpoint = checkpoint or self.checkpoint()  # a download shows a bar of its own
         with bar("loading") as update:
-            loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update, on_shapes=on_shapes)
+            loaded = bj.from_checkpoint(
+                checkpoint, run, mesh=mesh, lora=self.lora or (), progress=update, on_shapes=on_shapes
+            )
         if missing := memory.missing_extra(architectures.describe(checkpoint), loaded.run):
             print(missing, file=sys.stderr)
         return loaded

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from bonsai_jax import choices
 from bonsai_jax.cli import options
 from bonsai_jax.cli.sampling_options import SamplingOptions
 from bonsai_jax.cli.spread import spread
+
+if TYPE_CHECKING:
+    from bonsai_jax import Adapter, Model, ModelConfig
 
 GIGABYTE = 10**9
 KEYS = "BONSAI_JAX_API_KEYS"  # environment variable
@@ -165,6 +168,14 @@ def command(
         str | None,
         typer.Option(metavar="NAME", help="The model's name in the API; the default is that of -m."),
     ] = None,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE[:SCALE]",
+            help="An adapter for requests whose model is NAME; may be given several times. --lora is for all "
+            "requests.",
+        ),
+    ] = None,
     place: PlaceOptions,
     batch_size: Annotated[
         int,
@@ -221,7 +232,7 @@ def command(
         if error.name not in ("starlette", "uvicorn", "prometheus_client"):
             raise
         raise ImportError(f'{error.name} is not installed; pip install "bonsai-jax[serve]"') from None
-    keys = place.keys()
+    keys, files = place.keys(), _adapter_files(adapter or [])
     config = run.config(
         context=context,
         all_reduce=devices.all_reduce,
@@ -236,6 +247,7 @@ def command(
         warning = "without --api-key everybody who reaches this address can use the model"
         print(f"warning: --host {place.host}: {warning}", file=sys.stderr)
     import bonsai_jax as bj
+    from bonsai_jax.adapters.files import load_scaled
     from bonsai_jax.model import check_chained
     from bonsai_jax.protocols import fields
 
@@ -243,13 +255,22 @@ def command(
         check_chained(speculate)
     how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
-    compile_ahead = functools.partial(bj.Engine.compile_ahead, **how) if warmup else None
+
+    def adapters(config: "ModelConfig") -> "dict[str, Adapter]":
+        return {name: load_scaled(file, config) for name, file in files.items()}
+
+    def compile_ahead(shapes: "Model") -> None:
+        bj.Engine.compile_ahead(shapes, **how, adapters=adapters(shapes.config))
+
     mesh = devices.mesh(data_parallel)
     if mesh is not None and prefixes.prefix_cache is not None:
         raise ValueError("--prefix-cache works on one device; leave it out, or the options for several")
-    loaded = model.load(config, mesh, on_shapes=compile_ahead)
+    loaded = model.load(config, mesh, on_shapes=compile_ahead if warmup else None)
+    name = alias or loaded.name
+    if name in files:
+        raise typer.BadParameter(f"--adapter {name}: the model itself has this name; take another")
     settings = Settings(
-        name=alias or loaded.name,
+        name=name,
         keys=keys,
         share_prefixes=place.share_prefixes,
         local=place.is_local(),
@@ -263,9 +284,22 @@ def command(
         max_body=limits.max_body * MEGABYTE,
         timeout_s=limits.timeout,
     )
-    engine = bj.Engine(loaded, **how, **prefixes.engine_options())
+    engine = bj.Engine(loaded, **how, **prefixes.engine_options(), adapters=adapters(loaded.config))
     say = functools.partial(print, flush=True)
     serving.serve(engine, settings, socket, compile=warmup, grace_s=limits.grace, tell=say)
     if warmup:  # threads that still compile programs for it would hold the process up
         sys.stderr.flush()
         os._exit(0)
+
+
+def _adapter_files(named: list[str]) -> dict[str, str]:
+    """Files of --adapter by name."""
+    files: dict[str, str] = {}
+    for one in named:
+        name, _, file = one.partition("=")
+        if not name or not file:
+            raise typer.BadParameter(f"--adapter {one}: give NAME=FILE or NAME=FILE:SCALE")
+        if name in files:
+            raise typer.BadParameter(f"--adapter {name}: it is given twice")
+        files[name] = file
+    return files

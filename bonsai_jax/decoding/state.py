@@ -46,6 +46,7 @@ class State(struct.PyTreeNode):
     chain       the samplers that most requests do not use; None: no row uses them
     hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
                 are two programs (engine/split_rows.py), or [B, W, H], after proposals too; else None
+    adapter     int32 [B], which of an engine's adapters each row has; None: the engine has one or none
     """
 
     cache: KVCache
@@ -56,6 +57,7 @@ class State(struct.PyTreeNode):
     speculation: Speculation | None = None
     chain: Chain | None = None
     hidden: Float[Array, "B *W H"] | None = None
+    adapter: Int[Array, "B"] | None = None
 
 
 class Drawn(NamedTuple):

@@ -17,6 +17,9 @@ from bonsai_jax.arguments import MOST, any_whole, flag, kind, number, whole
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding.steps import LogitsProcessor
+from bonsai_jax.engine.adapters import names as adapter_names
+from bonsai_jax.engine.adapters import number as adapter_number
+from bonsai_jax.engine.adapters import with_all as with_adapters
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.loop import Load, Loop
@@ -33,6 +36,7 @@ from bonsai_jax.engine.updates import fitting
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_chained, check_model
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network.adapter import Adapter
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
@@ -80,6 +84,8 @@ class Engine:
     prefix_cache a folder in which cached beginnings of prompts are kept, also for the next process
                  (prefix_folder.py); None: in memory alone
     prefix_cache_bytes   of all files in it; those unused for the longest time are removed
+    adapters     {name: bj.Adapter}, of which each request may name one (docs/adapters.md): rows with other
+                 adapters run beside each other. One that the model has already is added to each
 
     Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
     rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
@@ -105,15 +111,16 @@ class Engine:
         reproducible: bool = False,
         prefix_cache: str | os.PathLike[str] | None = None,
         prefix_cache_bytes: int = PREFIX_CACHE_BYTES,
+        adapters: dict[str, Adapter] | None = None,
     ):
-        self.model = model
         self.options = _options(
             model, max_batch_size=max_batch_size, pages=pages, context=context, logprobs=logprobs,
             sampled_logprobs=sampled_logprobs, logit_biases=logit_biases, speculate=speculate, taps=taps,
             logits_processor=logits_processor, checkpoints=checkpoints, max_wait_s=max_wait_s,
             prefill_tokens=prefill_tokens, reproducible=reproducible, prefix_cache=prefix_cache,
-            prefix_cache_bytes=prefix_cache_bytes,
+            prefix_cache_bytes=prefix_cache_bytes, adapters=adapters,
         )  # fmt: skip
+        self.model = model = with_adapters(model, adapters)
         self._wakes = Wakes()
         self._loop = Loop(model, self.options, threaded=True, together=self._wakes.together)
         if prefix_cache is not None:
@@ -152,7 +159,7 @@ class Engine:
         given = inspect.signature(cls).bind(model, **arguments)
         given.apply_defaults()
         options = _options(**given.arguments)
-        Loop(model.shapes(), options).compile_ahead()
+        Loop(with_adapters(model, given.arguments["adapters"]).shapes(), options).compile_ahead()
 
     @property
     def most_tokens(self) -> int:
@@ -298,6 +305,7 @@ class Engine:
         constraint: Constraint | None = None,
         owner: str = "",
         checkpoints_at: Sequence[int] | None = None,
+        adapter: str | None = None,
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
@@ -310,6 +318,7 @@ class Engine:
         owner      requests share cached beginnings of prompts with those of the same owner alone
         checkpoints_at   positions in the prompt, in tokens, where later prompts will part ways with it: a
                    model whose states pages do not hold saves them there. None: at its last full page
+        adapter    the name of one of the engine's adapters; None: none of them
         The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
@@ -328,6 +337,7 @@ class Engine:
             kind("checkpoints_at", checkpoints_at, (list, tuple), "a list of positions")
             checkpoints_at = tuple(whole("checkpoints_at", at, 0, len(ids)) for at in checkpoints_at)
         self._check(len(ids), how["max_new_tokens"], sampling, logprobs)
+        number = 0 if adapter is None else adapter_number(adapter, self.options.adapters)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids), self._wakes)
         answers = [
@@ -341,6 +351,7 @@ class Engine:
                 constraint=constraint,
                 owner=owner,
                 places=checkpoints_at,
+                adapter=number,
                 on_piece=handle.add,
             )
             for index in range(n)
@@ -466,7 +477,7 @@ class Engine:
 def _options(
     model: Model, *, max_batch_size, pages, context, logprobs, sampled_logprobs, logit_biases, speculate,
     taps, logits_processor, checkpoints, max_wait_s, prefill_tokens, reproducible, prefix_cache,
-    prefix_cache_bytes,
+    prefix_cache_bytes, adapters,
 ) -> Options:  # fmt: skip
     """The arguments of an Engine, checked, and with every default filled in."""
     check_model(model)
@@ -501,6 +512,7 @@ def _options(
         prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
         reproducible=flag("Engine: reproducible", reproducible),
         checkpoints=checkpoints,
+        adapters=adapter_names(model, adapters),
         **step_options(model, taps, logits_processor, logprobs, speculate),
     )
     memory.check_room(pool_bytes(model, options), asked)

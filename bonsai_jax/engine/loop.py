@@ -115,16 +115,19 @@ class Loop:
         constraint: Constraint | None = None,
         owner: str = "",
         places: tuple[int, ...] | None = None,
+        adapter: int = 0,
         on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
-        """A request for one answer, to be passed to `add`. Raises ValueError for a constraint that cannot be
+        """A request for one answer, to be passed to `add`. Requests with different adapters share no
+        beginnings of prompts. Raises ValueError for a constraint that cannot be
         compiled, and for too many sequence breakers."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
+        owner = f"{owner}\0adapter {adapter}" if adapter else owner
         request = Request(ids, max_new_tokens, reusable, vectors, priority, owner, places=places)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
-        rules = self.runner.rules(params, eos)
+        rules = self.runner.rules(params, eos, adapter)
         penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         request.chained, chained = params.chained, params if params.chained else None
         if chained is not None:

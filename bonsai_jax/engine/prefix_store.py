@@ -313,6 +313,8 @@ def identity(model: Model, runner: Runner) -> str:
     digest = hashlib.sha256()
     for part in (text, model.config, runner.options.context, versions(), jax.default_backend()):
         digest.update(repr(part).encode() + b"\0")
+    if model.params.adapter is not None:  # whose scales are not among the arrays
+        digest.update(repr(jax.tree.structure(model.params.adapter)).encode())
     for array in jax.device_get(_samples(model.params)):
         digest.update(f"{array.shape} {array.dtype}".encode() + np.asarray(array).tobytes())
     return digest.hexdigest()[:40]

@@ -104,6 +104,7 @@ def rules_layout(pool: State) -> np.dtype:
             ("bias_ids", np.int32, (biases,)),
             ("bias", np.float32, (biases,)),
             ("stop_ids", np.int32, (stops,)),
+            *([] if pool.adapter is None else [("adapter", np.int32)]),
         ]
     )
 
@@ -172,6 +173,7 @@ def prefill(
     pool, state, tokens = begun(pool, chunk, vectors, remembers)
     noted = state.sampler
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+    params = with_adapters(params, state)
     state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
     # Rows that have more to read draw a token, too; it is dropped.
     draws = chunk["draws"][:, None] > 0
@@ -216,10 +218,18 @@ def decode(
             speculation=state.speculation.replace(width=width, steps=jnp.zeros_like(state.speculation.steps))
         )
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+    params = with_adapters(params, state)
     state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
     taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
     drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
     return Result(put(pool, state, rows, remembers), drawn, scores, row_mu(state))
+
+
+def with_adapters(params: Params, state: State) -> Params:
+    """The weights, where each row has an adapter of its own."""
+    if params.adapter is None or state.adapter is None:
+        return params
+    return params.replace(adapter=params.adapter.replace(chosen=state.adapter))
 
 
 def only_chained(state: State, columns: Int[Array, "R columns"], at: int) -> State:
@@ -364,7 +374,7 @@ def begun(
 def started(state: State, chunk: dict[str, Any]) -> State:
     """The state of each row as its chunk says, with empty tables of penalties where a request starts."""
     rules = dict(chunk["rules"])
-    stop_ids, seeds = rules.pop("stop_ids"), rules.pop("seeds")
+    stop_ids, seeds, adapter = rules.pop("stop_ids"), rules.pop("seeds"), rules.pop("adapter", None)
     rules["temperature_first"] = rules["temperature_first"] > 0
     starts = chunk["starts"][:, None] > 0
     sampler = state.sampler.replace(
@@ -388,6 +398,7 @@ def started(state: State, chunk: dict[str, Any]) -> State:
         remaining=jnp.where(chunk["draws"] > 0, chunk["remaining"], 0),
         stop_ids=stop_ids,
         sampler=sampler,
+        adapter=adapter,
     )
 
 

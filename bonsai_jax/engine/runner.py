@@ -78,7 +78,8 @@ class Allowed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Fixed when an engine is made: see Engine. biases: room for a request's logit biases."""
+    """Fixed when an engine is made: see Engine. biases: room for a request's logit biases; adapters: their
+    names (adapters.py)."""
 
     max_batch_size: int
     pages: int
@@ -93,6 +94,7 @@ class Options:
     prefill_tokens: int = 0
     reproducible: bool = False
     checkpoints: int = 0
+    adapters: tuple[str, ...] = ()
 
 
 class Runner:
@@ -123,14 +125,16 @@ class Runner:
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
         self._padding = self.rules(SamplingParams(0.0, seed=0), [])  # the rules of rows without a request
 
-    def rules(self, params: SamplingParams, stop_ids: Sequence[int]) -> np.ndarray:
-        """How a request draws, in the layout of its chunks (rows.rules_layout)."""
+    def rules(self, params: SamplingParams, stop_ids: Sequence[int], adapter: int = 0) -> np.ndarray:
+        """How a request draws, in the layout of its chunks (rows.rules_layout). adapter: its number."""
         rules = np.zeros((), self._layout(0, False)["rules"])
         columns = sampling.columns([params], self.model.config.vocab_size, self.options.biases)
         for name, column in columns.items():
             rules[name] = column[0]
         rules["stop_ids"] = decoding.NO_TOKEN
         rules["stop_ids"][: len(stop_ids)] = stop_ids
+        if self.options.adapters:
+            rules["adapter"] = adapter
         return rules
 
     def chain(self, params: SamplingParams, mu: float | None = None) -> np.ndarray:
@@ -461,6 +465,8 @@ class Runner:
         biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
         state = start_state(model, cache, room, 0, speculate=o.speculate)
+        if o.adapters:
+            state = state.replace(adapter=parallel.place_rows(np.zeros(rows, np.int32), model.mesh))
         return state.replace(sampler=state.sampler.replace(scored=o.sampled_logprobs))
 
     def _empty_part(self, part: str) -> Any:

@@ -54,7 +54,7 @@ def read_newest(
     """
     rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
     state = only_rows(whole.take(pool, rows, table, False), rows, pool)
-    width = _width(pool)
+    width, params = _width(pool), whole.with_adapters(params, state)
     proposals = _proposed(params, state, config, width)
     first, running = state.cache.lengths, state.remaining > 0
 

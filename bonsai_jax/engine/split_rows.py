@@ -50,6 +50,7 @@ def read_chunk(
     chunk = whole.chunk_fields(pool, columns)
     remembers = whole.remembered(chunk["rules"], logits_processor)
     pool, state, tokens = whole.begun(pool, chunk, vectors, remembers)
+    params = whole.with_adapters(params, state)
     hidden, state = steps.read_chunk(params, state, tokens, chunk["count"], config, taps)
     if pool.hidden is not None and pool.hidden.ndim == 3:  # split_guesses.py: nothing is guessed yet
         hidden = jnp.pad(hidden[:, None], ((0, 0), (0, pool.hidden.shape[1] - 1), (0, 0)))
@@ -72,6 +73,7 @@ def read_newest(
     """
     rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
     state = only_rows(whole.take(pool, rows, table, False), rows, pool)
+    params = whole.with_adapters(params, state)
     hidden, state = steps.read_newest(params, state, config, taps)
     return Result(whole.put(pool, state.replace(hidden=hidden), rows, False))
 

@@ -17,6 +17,7 @@ from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, Run
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import inputs, kinds, rope, workspaces
+from bonsai_jax.network.adapter import beside, refuse_split
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
@@ -78,6 +79,8 @@ def decoder(
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
             f'mesh with an axis "{params.axis}" {", ".join(STREAM)} can be tapped, the rest without it'
         )
+    if params.adapter is not None:
+        refuse_split(params.axis)
     rotations = rope.rotations(config, params.rope_frequencies, positions)
     x = tokens
     if not jnp.issubdtype(tokens.dtype, jnp.floating):
@@ -136,6 +139,9 @@ def decoder(
             if tapped and taps.inputs:
                 weights = inputs.watched(place.weights, half, place.group, positions, read)
                 place = dataclasses.replace(place, weights=weights)
+            if params.adapter is not None:
+                weights = beside(place.weights, half.kind, place.group, params.adapter)
+                place = dataclasses.replace(place, weights=weights)
             states = cache.states.get(half.kind)
             state = states and states[place.group]
             at = half.kind, place.group
@@ -193,6 +199,7 @@ def decoder(
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
     whole = one_token and not taps.used and not keep_updates and count == config.num_layers
+    whole = whole and params.adapter is None
     schedule, read = params.step.schedule(rows) if whole else "launches", {}
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it

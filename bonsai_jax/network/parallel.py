@@ -188,6 +188,8 @@ def specs(tree, mesh: Mesh):
 
 def _axes(names: list[str], default: tuple) -> tuple[str | None, ...]:
     """The logical axes of an array with these names on the way to it."""
+    if "adapter" in names[:-1]:  # Params', small and whole on every device; State's own has rows
+        return ("rows",) if names[-1] == "chosen" else ()
     if "rotation" in names:
         return ()  # the signs of folded weights: a device that has a part of the inputs cuts out its own
     kind = next((name for name in names if name in kinds.NAMES), None)
@@ -209,6 +211,11 @@ def shardings(tree, mesh: Mesh):
 def place_state[T](state: T, mesh: Mesh | None) -> T:
     """A state whose cache is `empty_cache`'s, with everything else beside its rows."""
     return state if mesh is None else jax.tree.map(spread, state, shardings(state, mesh))
+
+
+def copied[T](tree: T, mesh: Mesh | None) -> T:
+    """Arrays that every process has whole, whole on every device."""
+    return tree if mesh is None else jax.tree.map(lambda x: spread(x, NamedSharding(mesh, P())), tree)
 
 
 def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds, rope, schedules
+from bonsai_jax.network.adapter import Adapter
 from bonsai_jax.network.layer_vectors import LayerVectors
 from bonsai_jax.network.schedules import StepPlan
 from bonsai_jax.weights.read import Fields, read
@@ -63,6 +64,8 @@ class Params(struct.PyTreeNode):
               (pallas_kernels/all_reduce.py); None where they are jax.lax.psum
     draft     the draft layer, where it is loaded
     layer_vectors  of the vectors that tokens have for each layer; None: they have none
+    adapter   low-rank changes beside the matrices of layers (docs/adapters.md); None: there are none. With
+              it a decode step is launched product by product
     """
 
     embed: QTensor
@@ -73,6 +76,7 @@ class Params(struct.PyTreeNode):
     peers: Int[Array, "data model devices+2 2"] | None = None
     draft: Draft | None = None
     layer_vectors: LayerVectors | None = None
+    adapter: Adapter | None = None
     step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
     axis: str | None = struct.field(pytree_node=False, default=None)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)

@@ -230,13 +230,18 @@ def _new_tokens(request: Request, length: int, defaults: Defaults) -> int:
     return min(new, left)
 
 
+def adapter_name(engine: Engine, request: Request) -> str | None:
+    """The engine's adapter that a request names as its model; None: it names none of them."""
+    return request.model if request.model in engine.options.adapters else None
+
+
 def submitted(engine: Engine, request: Request, one: Submission, owner: str = "") -> Handle | None:
     """The Handle of a submission of this owner (Engine.submit); None where only an echo is asked for. Raises
     FieldError for what the engine could never run, and RuntimeError where it is closed or has failed."""
     if not one.options["max_new_tokens"]:
         return None
     try:
-        return engine.submit(one.ids, **one.options, owner=owner)
+        return engine.submit(one.ids, **one.options, owner=owner, adapter=adapter_name(engine, request))
     except ValueError as error:
         named = (name for name in ("logit_bias", "logprobs") if name in str(error))
         raise FieldError(next(named, request.where), str(error)) from None

@@ -10,10 +10,10 @@ from typing import Any
 from bonsai_jax.engine import Handle
 from bonsai_jax.engine.answers import Piece, output
 from bonsai_jax.protocols.answers import Echo, Head, Parser, Part, ServerEvent, Timings, Usage, answer
-from bonsai_jax.protocols.errors import RequestError
+from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import MOST_LOGPROBS
 from bonsai_jax.protocols.request import Request
-from bonsai_jax.protocols.submit import Submission, submissions, submitted
+from bonsai_jax.protocols.submit import Submission, adapter_name, submissions, submitted
 from bonsai_jax.research.prompt_logprobs import prompt_logprobs
 from bonsai_jax.research.reading import Reader
 from bonsai_jax.server.service import Service
@@ -90,7 +90,12 @@ class Answering:
 
     @property
     def _head(self) -> Head:
-        return Head(self.service.settings.name, self.service.model.tokenizer, self._prompt_tokens)
+        name = self._adapter or self.service.settings.name
+        return Head(name, self.service.model.tokenizer, self._prompt_tokens)
+
+    @property
+    def _adapter(self) -> str | None:
+        return adapter_name(self.service.engine, self.request)
 
     @contextlib.asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -120,6 +125,9 @@ class Answering:
 
     def _encode(self) -> None:
         """In a thread: it may take seconds."""
+        if self._adapter is not None and self.request.echo and self.request.logprobs is not None:
+            reason = f"with logprobs and the adapter {self._adapter!r} is not supported; leave one out"
+            raise FieldError("echo", reason)
         self._submissions = submissions(self.request, self.service.model, self.service.defaults)
         self.service.metrics.prompt_tokens.inc(self._prompt_tokens)
         self._echoes = [None] * len(self._submissions)

@@ -14,34 +14,42 @@ from bonsai_jax.server.service import Service
 
 
 async def models(service: Service, request: Request) -> Response:
-    """GET /v1/models: the one model, in OpenAI's form, or Anthropic's to a client of theirs."""
+    """GET /v1/models: the model and its adapters, in OpenAI's form, or Anthropic's to a client of theirs."""
+    every = names(service)
     if "anthropic-version" in request.headers:
-        own = _anthropic(service)
-        return json_response({"data": [own], "has_more": False, "first_id": own["id"], "last_id": own["id"]})
-    return json_response({"object": "list", "data": [_openai(service)]})
+        data = [_anthropic(service, name) for name in every]
+        return json_response({"data": data, "has_more": False, "first_id": every[0], "last_id": every[-1]})
+    return json_response({"object": "list", "data": [_openai(service, name) for name in every]})
+
+
+def names(service: Service) -> list[str]:
+    """Of the model, and of the adapters that requests may name in its place."""
+    return [service.settings.name, *service.engine.options.adapters]
 
 
 async def model(service: Service, request: Request) -> Response:
     """GET /v1/models/NAME."""
     name = request.path_params["name"]
-    if name != service.settings.name:
-        raise RequestError(404, f"no model {name!r} is served, only {service.settings.name!r}", param="model")
-    return json_response(_anthropic(service) if "anthropic-version" in request.headers else _openai(service))
+    if name not in names(service):
+        served = ", ".join(map(repr, names(service)))
+        raise RequestError(404, f"no model {name!r} is served, only {served}", param="model")
+    form = _anthropic if "anthropic-version" in request.headers else _openai
+    return json_response(form(service, name))
 
 
-def _openai(service: Service) -> dict[str, Any]:
-    return {
-        "id": service.settings.name,
+def _openai(service: Service, name: str) -> dict[str, Any]:
+    own = {
+        "id": name,
         "object": "model",
         "created": int(service.started),
         "owned_by": "bonsai-jax",
         "context_length": service.defaults.most_tokens,
     }
+    return own if name == service.settings.name else own | {"parent": service.settings.name}
 
 
-def _anthropic(service: Service) -> dict[str, Any]:
+def _anthropic(service: Service, name: str) -> dict[str, Any]:
     created = datetime.datetime.fromtimestamp(int(service.started), datetime.UTC)
-    name = service.settings.name
     return {
         "type": "model",
         "id": name,

@@ -155,7 +155,7 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
     Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
     skipped = (*config.skipped, *([config.draft] if config.draft else []))
     tensors: dict[str, Source] = {
-        _without_prefix(name): Drawn(t) if isinstance(t, RandomTensor) else t
+        text_name(name): Drawn(t) if isinstance(t, RandomTensor) else t
         for name, t in checkpoint.tensors.items()
         if not name.startswith(skipped)
     }
@@ -203,12 +203,12 @@ def text_tensor(tensors: Mapping[str, Any], name: str) -> Any:
     """The tensor that a text model has under this name, also in a file of a model that sees images too.
     Raises KeyError where there is none."""
     for own, tensor in tensors.items():
-        if _without_prefix(own) == name:
+        if text_name(own) == name:
             return tensor
     raise KeyError(name)
 
 
-def _without_prefix(name: str) -> str:
+def text_name(name: str) -> str:
     """As a text model's tensor is called."""
     start = next((start for start in MULTIMODAL if name.startswith(start)), "")
     return MULTIMODAL.get(start, "") + name.removeprefix(start)

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
+from pallas_kernels.low_rank import Adapted
 from pallas_kernels.matmul.execute import kernel_of, product, rotated_input
 from pallas_kernels.norm import centered, rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, noted
@@ -16,7 +17,7 @@ from pallas_kernels.tiles import TILE_ROWS
 
 def matmul(
     x: Float[Array, "*batch K"],
-    w: QTensor | LayerStack,
+    w: QTensor | LayerStack | Adapted,
     layer: int | Int[Array, ""] | None = None,
     *,
     gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
@@ -30,7 +31,8 @@ def matmul(
 
     x         floating point [..., K]
     w         QTensor of N x K, or a stack of them (a LayerStack, or a QTensor with a leading layer axis) with
-    layer     the index into it, which may be traced: kernels index the stack themselves, nothing is sliced
+    layer     the index into it, which may be traced: kernels index the stack themselves, nothing is sliced.
+              Or a LayerStack with low-rank changes beside it (Adapted), which add scale B (A norm(x)) to y
     gamma     with it, norm is rms_norm with gamma[layer] and eps; without, x itself
     layer_norm  norm is layer_norm, which subtracts the mean first
     residual  without it, 0
@@ -48,6 +50,12 @@ def matmul(
     is x alone. Under vmap over x and residual a kernel gets more rows, in one launch; over weights, layers or
     gamma, one launch each.
     """
+    if isinstance(w, Adapted):
+        how = {"gamma": gamma, "eps": eps, "layer_norm": layer_norm}
+        y = matmul(x, w.base, layer, residual=residual, **how)
+        assert layer is not None  # or the product had raised
+        x = centered(x.astype(jnp.float32)) if layer_norm else x
+        return y + w.change(_normed(x, layer, gamma, eps), layer)
     _check("matmul", x, {"w": w}, layer, gamma, residual)
     x = centered(x.astype(jnp.float32)) if layer_norm else x
     weights = noted((w,), lambda: _normed(x, layer, gamma, eps))
@@ -56,8 +64,8 @@ def matmul(
 
 def gated(
     x: Float[Array, "*batch K"],
-    gate: QTensor | LayerStack,
-    up: QTensor | LayerStack,
+    gate: QTensor | LayerStack | Adapted,
+    up: QTensor | LayerStack | Adapted,
     layer: int | Int[Array, ""] | None = None,
     *,
     activation: Activation = SILU,
@@ -72,6 +80,9 @@ def gated(
     activation  a value of pallas_kernels.activations; SILU makes it SwiGLU: silu(W_gate n) * (W_up n)
     The other arguments, result, errors and derivatives as for `matmul`; gate and up have the same shape.
     """
+    if isinstance(gate, Adapted) or isinstance(up, Adapted):
+        how = {"gamma": gamma, "eps": eps, "layer_norm": layer_norm}
+        return activation(matmul(x, gate, layer, **how), matmul(x, up, layer, **how))
     _check("gated", x, {"gate": gate, "up": up}, layer, gamma, None)
     x = centered(x.astype(jnp.float32)) if layer_norm else x
     weights = noted((gate, up), lambda: _normed(x, layer, gamma, eps))

@@ -2,7 +2,7 @@
 them."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,11 +22,13 @@ class LlamaCpp:
     2e-3 from an exact forward, and by 4e-5 without it.
     """
 
-    def __init__(self, path: Path, context: int = 1024):
+    def __init__(self, path: Path, context: int = 1024, lora: Mapping[Path, float] | None = None):
         params = xllamacpp.CommonParams()
         params.model.path = str(path)
         params.n_ctx = context
         params.n_parallel = 1
+        adapters = [xllamacpp.CommonAdapterLoraInfo(str(path), scale) for path, scale in (lora or {}).items()]
+        params.lora_adapters = adapters
         params.warmup = False
         params.verbosity = 0
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32

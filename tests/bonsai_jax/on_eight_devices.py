@@ -53,6 +53,34 @@ def load(source: str, weights, mesh=None) -> bj.Model:
     return bj.from_checkpoint(checkpoint, dataclasses.replace(RUN, weights=weights), mesh=mesh)
 
 
+def an_adapter(model: bj.Model) -> bj.Adapter:
+    fresh, rng = bj.lora(model.config, 4, key=jax.random.key(0)), np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(0.2 * rng.standard_normal(x.shape), x.dtype), fresh)
+
+
+@pytest.mark.slow
+def test_each_device_of_a_mesh_of_data_has_the_whole_adapter():
+    """Of a model, and of an engine's rows, which have one or none."""
+    one, many = (load("tiny-llama:q8_0", "packed", mesh) for mesh in (None, bj.make_mesh(2, 1)))
+    adapter = an_adapter(one)
+    want = answers(one.with_adapter(adapter))
+    assert_same(answers(many.with_adapter(adapter)), want)
+    plain = answers(one)
+    with bj.Engine(many, max_batch_size=4, context=64, adapters={"a": adapter}) as engine:
+        for name, texts in (("a", want), (None, plain)):
+            handles = [
+                engine.submit(ids, sampling, max_new_tokens=12, ignore_eos=True, adapter=name)
+                for ids, sampling in zip(PROMPTS, SAMPLING, strict=True)
+            ]
+            assert_same([handle.result(timeout_s=120).tokens for handle in handles], texts)
+
+
+def test_adapters_are_refused_where_devices_share_matrices():
+    model = load("tiny-llama:q8_0", "packed", bj.make_mesh(1, 2))
+    with pytest.raises(NotImplementedError, match='adapters over a mesh with an axis "model"'):
+        model.with_adapter(an_adapter(model))
+
+
 def answers(model: bj.Model, **options) -> list[list[int]]:
     outputs = bj.generate(model, PROMPTS, max_new_tokens=12, sampling=SAMPLING, ignore_eos=True, **options)
     return [output.tokens for output in outputs]

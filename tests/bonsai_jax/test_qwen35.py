@@ -273,10 +273,9 @@ def load_arrays(checkpoint):
     return network_params.load(load_plans.plan(architectures.describe(checkpoint), run))
 
 
-@pytest.mark.parametrize("of_many_modes", [False, True])
-def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
-    """v heads grouped by their k heads, A_log, norms less 1, the convolution as torch has it; and in a folder
-    that sees images under other names, with what sees them."""
+def folder(of_many_modes: bool = False) -> Checkpoint:
+    """The Hugging Face folder of the tiny model: v heads grouped by their k heads, A_log, norms less 1, the
+    convolution as torch has it; and in a folder that sees images under other names, with what sees them."""
     file = open_checkpoint(TINY)
     prefix = "model.language_model." if of_many_modes else "model."
     names = {spec.gguf: spec.huggingface for spec in architectures.get("qwen35").TENSORS}
@@ -314,12 +313,17 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
         extra = tensors[f"{prefix}norm.weight"]
         tensors |= {"model.visual.merger.norm.weight": extra, "mtp.norm.weight": extra}
         text = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
-    folder = Checkpoint("folder", "huggingface", text, tensors)
-    config = architectures.config_of(folder)
+    return Checkpoint("folder", "huggingface", text, tensors)
+
+
+@pytest.mark.parametrize("of_many_modes", [False, True])
+def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
+    made = folder(of_many_modes)
+    config = architectures.config_of(made)
     mixers = [[layer.mixer.kind for layer in one.layers] for one in (config, tiny().config)]
     assert config.delta_net.grouped and mixers[0] == mixers[1]
     want = extended(bj.new_cache(tiny(), 3, 96), [ids(7), [], []])[0][0]
-    got = bj.jitted.forward(load_arrays(folder), np.array([ids(7)]), jnp.array([7]), config)[0][0]
+    got = bj.jitted.forward(load_arrays(made), np.array([ids(7)]), jnp.array([7]), config)[0][0]
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 

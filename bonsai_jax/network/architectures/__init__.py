@@ -136,6 +136,11 @@ def config_of(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def _module(checkpoint: Checkpoint) -> ModuleType:
+    if checkpoint.metadata.get("general.type") == "adapter":
+        raise CheckpointError(
+            f"{checkpoint.source}: this is an adapter; load its model, and put the adapter beside it: "
+            "--lora FILE, or bj.load(..., lora=FILE)"
+        )
     key = "general.architecture" if checkpoint.naming == "gguf" else "model_type"
     name = checkpoint.metadata.get(key)
     if not isinstance(name, str):

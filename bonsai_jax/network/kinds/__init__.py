@@ -15,6 +15,8 @@ A file holds everything that knows its kind:
     MIXED         in mixers: more settings and small arrays, which only `mix` reads, the part of `block`
                   between its products. Launches that call `mix` run models that have them
     SITES         its taps (network/taps.py)
+    ADAPTED       tensors of its table, matrices that `matmul` and `gated` multiply, which adapters may change
+                  (network/adapter.py); () where it has no such name
     block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
     phases        settings -> the parts of `block` that measure/profile.py times (phases.py)
 

@@ -35,6 +35,7 @@ FUSED = (
 # What `attend` does ahead of its kernel, or leaves to the reference.
 MIXED = ("v_norm", "keys_as_values", "q_row_norm", "k_row_norm", "q_head_norms", "k_head_norms")
 SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
+ADAPTED = ("q", "k", "v", "o")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ FUSED = (
 )  # fmt: skip
 MIXED = ()
 SITES = ()  # only what it adds to x, "attention"
+ADAPTED = ("qkv", "z", "alpha", "beta", "out")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,7 +274,10 @@ def _mixed(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[Fl
 
 
 def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:
-    """[layers, N, K] of a matrix that every layer has as plain numbers; None where it is quantized."""
+    """[layers, N, K] of a matrix that every layer has as plain numbers; None where it is quantized, or has an
+    adapter beside it."""
+    if not all(isinstance(stack, LayerStack) for stack in weights):
+        return None
     (first, *more), *rest = (stack.parts for stack in weights)
     if more or rest or not isinstance(first, QTensor) or first.format not in ("f32", "f16", "bf16"):
         return None

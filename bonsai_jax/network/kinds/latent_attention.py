@@ -41,6 +41,7 @@ from pallas_kernels.cache_layouts import Pages
 
 PRODUCTS = None  # no fused launch computes it
 SITES = ("q", "scores", "pattern", "z")
+ADAPTED = ("q", "q_a", "q_b", "kv_a", "o")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)

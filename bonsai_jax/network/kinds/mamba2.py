@@ -24,6 +24,7 @@ from pallas_kernels import LayerStack, mamba2, serializable
 
 PRODUCTS = None  # no fused launch computes it
 SITES = ()  # only what it adds to x, "attention"
+ADAPTED = ("inputs", "out")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)

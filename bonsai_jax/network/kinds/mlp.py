@@ -18,6 +18,7 @@ from pallas_kernels.activations import SILU, Activation
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = ("ffn", "activation", "norm", "post_norm")
 SITES = ("hidden", "mlp")
+ADAPTED = ("gate", "up", "down")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pallas_kernels.activations import RELU_SQUARED, Activation
 
 PRODUCTS = None  # fused launches compute gated feed-forwards only
 SITES = ("hidden", "mlp")
+ADAPTED = ("up", "down")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)

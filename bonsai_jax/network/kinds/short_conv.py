@@ -25,6 +25,7 @@ from pallas_kernels import LayerStack, causal_conv, serializable
 
 PRODUCTS = None  # no fused launch computes it
 SITES = ()  # only what it adds to x, "attention"
+ADAPTED = ("inputs", "out")  # matrices that adapters change (network/adapter.py)
 
 
 @dataclasses.dataclass(frozen=True)
