@@ -114,12 +114,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "granitemoehybrid": SCALES
     | MAMBA2
     | {
-        "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 48,
+        "mamba_n_groups": 1, "num_local_experts": 8, "num_experts_per_tok": 3, "shared_intermediate_size": 48,
         "layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "nope",
     },
     "granitemoehybrid:dense": SCALES
     | MAMBA2
-    | {"num_local_experts": 0, "shared_intermediate_size": 48, "layer_types": ["mamba", "attention"] * 2},
+    | {"mamba_n_groups": 1, "num_local_experts": 0, "shared_intermediate_size": 48,
+        "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 3},
     "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", "full_attention"] * 2,

@@ -54,6 +54,11 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         raise NotImplementedError("Hugging Face folders of Bamba are not supported; use a GGUF file of it")
     if metadata.get("mamba_proj_bias") or metadata.get("attention_bias"):
         raise NotImplementedError("mamba_proj_bias or attention_bias is true; supported: false")
+    if (groups := whole(metadata, "mamba_n_groups", 1)) != 1:  # all published models have one
+        raise NotImplementedError(
+            f"mamba_n_groups is {groups}; supported: 1, as transformers norms all groups together and "
+            "llama.cpp each"
+        )
     if experts_metadata.count(metadata, "num_local_experts"):
         config = granitemoe.config_from_huggingface(metadata, tensors)
     else:
