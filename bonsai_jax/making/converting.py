@@ -106,6 +106,7 @@ def _to_gguf(checkpoint: Checkpoint, path: Path, format: str | None, progress: P
     harmless = {f"{arch}.{key}" for key in keys.HARMLESS}
     metadata = {key: value for key, value in chosen.items() if key in looked_up | harmless}
     after = module.config_from_gguf(metadata, shapes)
+    stretched.check_divided(checkpoint.source, description.config, after)
     factors = _factors(model, after)
     experts_in = getattr(module, "EXPERTS_IN", None)
     plan = Plan(description, after, "gguf", format, progress, experts_in, factors)

@@ -96,7 +96,7 @@ def ropes_as_gguf(
             notes.add(
                 "YaRN's truncate is false in config.json, which a GGUF file cannot say: frequencies differ"
             )
-        return dataclasses.replace(plain, truncate=True, divided=bool(arrays) or not by_field)
+        return dataclasses.replace(plain, truncate=True)
 
     target = with_ropes(config, change)
     names: dict[str, Spec] = {spec.field: spec for spec in module.TENSORS if spec.field in FIELDS}
@@ -109,6 +109,23 @@ def ropes_as_gguf(
                 f"{module.__name__.rpartition('.')[-1]} cannot say"
             )
     return target, {names[field].gguf: each[0] for field, each in by_field.items()}, tuple(sorted(notes))
+
+
+def check_divided(source: str, config: ModelConfig, after: ModelConfig) -> None:
+    """Raise NotImplementedError where a GGUF file's divisors would be meant for other ropes than those of the
+    folder that are stretched. config, after: as the folder and as the new file describe the model."""
+    mixers = [
+        pair
+        for one, other in zip(config.layers, after.layers, strict=True)
+        for pair in zip(one.mixers, other.mixers, strict=True)
+    ]
+    ropes = [(a.rope, b.rope) for a, b in mixers if getattr(a, "rope", None) is not None]
+    stretched = [bool(as_gguf(rope)[1]) for rope, _ in ropes]
+    if any(stretched) and stretched != [rope.divided for _, rope in ropes]:
+        raise NotImplementedError(
+            f"{source}: some of its layers' ropes are stretched and others not, which a GGUF file of this "
+            "architecture cannot say"
+        )
 
 
 def ropes_as_folder(description: Description) -> ModelConfig:

@@ -1,16 +1,18 @@
 """Folders as GGUF files and back: names, values and settings, llama.cpp's answers, options and errors."""
 
+import dataclasses
 import errno
 import json
 import os
 import re
+import shutil
 
 import gguf
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.making import convert, streaming
+from bonsai_jax.making import convert, streaming, stretched
 from bonsai_jax.network import architectures
 from checkpoints import CheckpointError, Streamed, Tensor, open_checkpoint, write_folder
 from tests.agreement import agreement
@@ -296,6 +298,36 @@ def test_errors_of_paths_and_of_what_cannot_be_said(tiny, tmp_path):
     (folder / "tokenizer.json").unlink()
     refused(ValueError, "tokenizer.json is missing", folder, tmp_path / "x")
     assert not (tmp_path / "x").exists()
+
+
+def test_ropes_of_which_some_are_stretched_are_refused():
+    """No architecture that runs has such layers in both kinds of file."""
+    config = architectures.config_of(open_checkpoint("synth:tiny-llama:f32"))
+
+    def llama3(rope):
+        return dataclasses.replace(rope, scaling="llama3", factor=8.0, original_context=64)
+
+    all_layers = stretched.with_ropes(config, llama3)
+    some = dataclasses.replace(config, layers=(all_layers.layers[0], *config.layers[1:]))
+    stretched.check_divided("folder", all_layers, config)
+    stretched.check_divided("folder", config, config)
+    with pytest.raises(NotImplementedError, match="folder: some of its layers' ropes are stretched"):
+        stretched.check_divided("folder", some, config)
+
+
+def test_the_scaling_of_llama_3_is_a_tensor_in_gguf_files(tiny, tmp_path):
+    """Divisors, of which its settings come back."""
+    folder = tmp_path / "folder"
+    shutil.copytree(tiny / "folder", folder)
+    config = json.loads((folder / "config.json").read_text())
+    scaling = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = 1024
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": scaling}))
+    convert(folder, tmp_path / "a.gguf")
+    divisors = open_checkpoint(tmp_path / "a.gguf").tensors["rope_freqs.weight"].data.view(np.float32)
+    assert divisors.shape == (32,) and divisors[0] == 1 and divisors[-1] == pytest.approx(32)
+    convert(tmp_path / "a.gguf", tmp_path / "back")
+    assert open_checkpoint(tmp_path / "back").metadata["rope_scaling"] == scaling
 
 
 def test_the_command(tiny, tmp_path):
