@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     )
     from bonsai_jax.engine import Engine, Handle
     from bonsai_jax.engine.answers import Output, Piece
-    from bonsai_jax.making import quantize_file
+    from bonsai_jax.making import convert, quantize_file
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.adapter import Adapter
     from bonsai_jax.network.cache import KVCache
@@ -80,7 +80,7 @@ _HOMES = {
         *("decode", "extend", "forward", "generate_tokens", "hidden_states", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
-    "bonsai_jax.making": ("quantize_file",),
+    "bonsai_jax.making": ("convert", "quantize_file"),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.network.parallel": ("over_mesh",),
     "bonsai_jax.weights.placement": ("make_mesh",),
@@ -140,6 +140,7 @@ __all__ = [
     "checked",
     "choice",
     "compile_ahead",
+    "convert",
     "decode",
     "embed",
     "embed_texts",

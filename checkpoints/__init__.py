@@ -23,6 +23,7 @@ from .checkpoint import (
     Microscaled,
     Part,
     RandomTensor,
+    Streamed,
     Tensor,
 )
 from .folding import Folding, folding
@@ -30,6 +31,7 @@ from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
 from .hub import fetch, is_address, is_hub_name
 from .safetensors import open_folder
+from .safetensors_writer import write_folder
 from .synth import open_synth
 
 __all__ = [
@@ -42,9 +44,11 @@ __all__ = [
     "Microscaled",
     "Part",
     "RandomTensor",
+    "Streamed",
     "Tensor",
     "folding",
     "open_checkpoint",
+    "write_folder",
     "write_gguf",
 ]
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -46,6 +46,20 @@ class Tensor:
         first, last = -(-begin // mmap.PAGESIZE), (begin + self.nbytes) // mmap.PAGESIZE  # whole pages
         if first < last:
             file.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Streamed:
+    """A tensor to be written whose bytes are made piece by piece, so that none of it need be in memory.
+
+    name, format, shape  as in Tensor
+    pieces               makes arrays of uint8, each C-contiguous, which are its bytes one after the other
+    """
+
+    name: str
+    format: str
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[np.ndarray]]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from .checkpoint import CheckpointError, Tensor
-from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_LAYOUTS
+from .checkpoint import CheckpointError, Streamed, Tensor
+from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_LAYOUTS, tensor_nbytes
 from .gguf import ARRAY, MAX_ALIGNMENT, SCALARS, STRING
 
 VERSION = 3
@@ -24,7 +24,11 @@ _INT, _INTS = ("<u4", "<i4", "<i8", "<u8"), ("<i4", "<u4", "<i8", "<u8")
 
 
 def write_gguf(
-    path: str | Path, metadata: Mapping[str, Any], tensors: Iterable[Tensor], *, alignment: int = 32
+    path: str | Path,
+    metadata: Mapping[str, Any],
+    tensors: Iterable[Tensor | Streamed],
+    *,
+    alignment: int = 32,
 ) -> None:
     """Write a GGUF file, version 3.
 
@@ -34,7 +38,8 @@ def write_gguf(
     are left out and `general.alignment` is this call's, so that the metadata of an open checkpoint can be
     passed as it is.
 
-    `tensors` may be a generator: each tensor is written as it comes, then released. The bytes go to temporary
+    `tensors` may be a generator: each tensor is written as it comes, then released; a Streamed one is never
+    whole in memory. The bytes go to temporary
     files in the same folder, and `path` appears, or is replaced, only once everything is written.
     Raises CheckpointError for a value, tensor or name that a GGUF file cannot hold.
     """
@@ -59,12 +64,14 @@ def write_gguf(
         unfinished.unlink(missing_ok=True)
 
 
-def _write_data(path: Path, tensors: Iterable[Tensor], body: BinaryIO, alignment: int) -> list[bytes]:
+def _write_data(
+    path: Path, tensors: Iterable[Tensor | Streamed], body: BinaryIO, alignment: int
+) -> list[bytes]:
     """Writes every tensor's bytes, padded, and returns every tensor's entry in the header."""
     infos, names = [], set()
     for tensor in tensors:
         where = f"{path}: tensor {tensor.name!r}"
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor | Streamed):
             raise CheckpointError(f"{where} is a {type(tensor).__name__}; only a Tensor has bytes to write")
         if tensor.name in names:
             raise CheckpointError(f"{where} is given twice")
@@ -84,14 +91,17 @@ def _write_data(path: Path, tensors: Iterable[Tensor], body: BinaryIO, alignment
                 f"and rows of {tensor.format} are multiples of {geometry.weights}"
             )
         expected = (*tensor.shape[:-1], tensor.shape[-1] // geometry.weights * geometry.bytes)
-        if tensor.data.dtype != np.uint8 or tensor.data.shape != expected:
+        if isinstance(tensor, Tensor) and (tensor.data.dtype != np.uint8 or tensor.data.shape != expected):
             raise CheckpointError(
                 f"{where} has data {tensor.data.dtype} {tensor.data.shape}; "
                 f"{tensor.format} {tensor.shape} takes uint8 {expected}"
             )
-        dims = struct.pack(f"<I{len(expected)}Q", len(expected), *reversed(tensor.shape))
-        infos.append(_string(name) + dims + struct.pack("<IQ", geometry.id, body.tell()))
-        body.write(np.ascontiguousarray(tensor.data).data)
+        dims, begin = struct.pack(f"<I{len(expected)}Q", len(expected), *reversed(tensor.shape)), body.tell()
+        infos.append(_string(name) + dims + struct.pack("<IQ", geometry.id, begin))
+        for piece in tensor.pieces() if isinstance(tensor, Streamed) else (tensor.data,):
+            body.write(np.ascontiguousarray(piece).data)
+        if body.tell() - begin != (nbytes := tensor_nbytes(tensor.format, tensor.shape)):
+            raise CheckpointError(f"{where} has pieces of {body.tell() - begin} bytes; it takes {nbytes}")
         body.write(bytes(-body.tell() % alignment))
     return infos
 

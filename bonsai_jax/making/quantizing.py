@@ -53,7 +53,7 @@ class Change:
 
     @property
     def nbytes_after(self) -> int:
-        return tensor_nbytes(self.after, self.shape)
+        return tensor_nbytes("i8" if self.after == "u8" else self.after, self.shape)
 
 
 def planned(
@@ -169,8 +169,8 @@ def _opened(source: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if checkpoint.naming != "gguf":
         raise NotImplementedError(
-            f"{checkpoint.source} is a Hugging Face folder; quantize reads GGUF files. Make one of it with "
-            "llama.cpp's convert_hf_to_gguf.py first"
+            f"{checkpoint.source} is a Hugging Face folder; quantize reads GGUF files. Make one of it first: "
+            "bonsai-jax convert, bj.convert"
         )
     return checkpoint
 
@@ -220,7 +220,7 @@ def _encoded(
         own = None if columns is None else columns[first // rows]
         # ggml's rules hold to the bit on a CPU: compilers for GPUs fuse products and sums.
         with jax.default_device(jax.devices("cpu")[0]):
-            made, finite = _encode(padded, own, tensor.format, format)
+            made, finite = encode_blocks(padded, own, tensor.format, format)
         written[first : first + len(piece)] = np.asarray(made)[: len(piece)]
         return bool(finite)
 
@@ -232,7 +232,7 @@ def _encoded(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _encode(
+def encode_blocks(
     raw: jax.Array, columns: jax.Array | None, before: str, after: str
 ) -> tuple[jax.Array, jax.Array]:
     """Blocks, uint8 [n, bytes], of one format as blocks of another, and whether all weights are finite."""

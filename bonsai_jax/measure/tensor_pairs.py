@@ -120,7 +120,7 @@ def _by_spec(a: Checkpoint, b: Checkpoint) -> list[dict[str, Side]]:
         raise NotImplementedError(
             f"{a.source} and {b.source}: a Hugging Face folder and a GGUF file of {names[0]} store "
             f"{', '.join(other).replace('_', ' ')} in two orders, which are not compared; make a GGUF file "
-            "of the folder with llama.cpp's convert_hf_to_gguf.py, or compare two folders"
+            "of the folder with bonsai-jax convert, or compare two folders"
         )
     gguf = a if a.naming == "gguf" else b
     order = {name: number for number, name in enumerate(gguf.tensors)}

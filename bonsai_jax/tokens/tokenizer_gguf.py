@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bonsai_jax.tokens.pre_tokenizers import PRE_TOKENIZERS
+from bonsai_jax.tokens.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from bonsai_jax.tokens.vocabulary import (
     BYTE,
     BYTE_ALPHABET,
@@ -33,6 +33,12 @@ _FILL_TEXTS = (  # noqa: SIM905
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
     "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID>"
 ).split()
+
+
+def backend(vocabulary: Vocabulary) -> Any:
+    """The tokenizers.Tokenizer of a vocabulary that `build` made, without control tokens."""
+    encoder: Any = vocabulary.encoder
+    return encoder.encode_plain.backend
 
 
 def build(metadata: Mapping[str, Any]) -> Vocabulary:
@@ -281,9 +287,17 @@ def _merges(metadata: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return merges
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
+def splitter(pre: PreTokenizer) -> Any:
+    """What cuts text into words by these patterns: a tokenizers.PreTokenizer."""
     from tokenizers import Regex, pre_tokenizers
 
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     name = _value(metadata, "tokenizer.ggml.pre", str, "default")
     pre = PRE_TOKENIZERS.get(name)
     if pre is None:
@@ -300,10 +314,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]
     ids = tokens.bpe_ids | {character: count + i for i, character in enumerate(missing)}
     backend = _bpe("tokenizer.ggml.merges", ids, merges, ignore_merges=pre.ignore_merges)
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
-        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    backend.pre_tokenizer = splitter(pre)
 
     return tokens.vocabulary(
         metadata,

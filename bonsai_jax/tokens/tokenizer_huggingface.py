@@ -71,6 +71,12 @@ class _Encoder:
             return backend.encode(text, add_special_tokens=False).ids
 
 
+def backend(vocabulary: Vocabulary) -> Any:
+    """The tokenizers.Tokenizer of a vocabulary that `build` made."""
+    encoder: Any = vocabulary.encoder
+    return encoder.backend
+
+
 def build(folder: Path) -> Vocabulary:
     """See Tokenizer.from_folder."""
     path = folder / "tokenizer.json"

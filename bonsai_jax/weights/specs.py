@@ -83,6 +83,9 @@ class Spec:
     optional     whether a file may lack it
     plain        whether it is a float32 array although it has two axes
     from_huggingface  makes GGUF's values of a Hugging Face file's; None: they are the same
+    to_huggingface    its inverse
+    gguf_shape, huggingface_shape  its shape in such files where these have other axes: names, as in `shape`,
+                 and numbers
     fused        a tensor in which it may lie beside others
     """
 
@@ -97,6 +100,9 @@ class Spec:
     optional: bool = False
     plain: bool = False
     from_huggingface: Callable[[Any], Any] | None = None
+    to_huggingface: Callable[[Any], Any] | None = None
+    gguf_shape: tuple[str | int, ...] = ()
+    huggingface_shape: tuple[str | int, ...] = ()
     fused: Fused | None = None
 
     @property
@@ -132,9 +138,20 @@ class Spec:
 
     def sizes(self, config: ModelConfig, layer: int | None) -> tuple[int, ...]:
         """The shape that the tensor must have."""
+        return self._sizes(self.shape, config, layer)
+
+    def stored_sizes(self, config: ModelConfig, layer: int | None, naming: str) -> tuple[int, ...]:
+        """The shape that converters write."""
+        own = self.gguf_shape if naming == "gguf" else self.huggingface_shape
+        return self._sizes(own or self.shape, config, layer)
+
+    def _sizes(self, names: tuple[str | int, ...], config: ModelConfig, layer: int | None) -> tuple[int, ...]:
         owners = (config,) if layer is None else (self.settings(config, layer), config)
         return tuple(
-            next(getattr(owner, name) for owner in owners if hasattr(owner, name)) for name in self.shape
+            name
+            if isinstance(name, int)
+            else next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+            for name in names
         )
 
 
@@ -311,7 +328,7 @@ def describe(
     Raises CheckpointError naming the tensor that is missing, has no place or the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats."""
     check_formats(checkpoint, config)
-    if _untied_without_head(checkpoint):
+    if _untied_without_head(checkpoint, specs):
         raise CheckpointError(
             f"{checkpoint.source}: tensor lm_head.weight is missing; config.json says that the embedding is "
             "not also the output matrix (tie_word_embeddings is false)"
@@ -328,13 +345,14 @@ def describe(
     )
 
 
-def _untied_without_head(checkpoint: Checkpoint) -> bool:
+def _untied_without_head(checkpoint: Checkpoint, specs: Sequence[Spec]) -> bool:
     if checkpoint.naming != "huggingface":
         return False
     text = checkpoint.metadata.get("text_config")
     tied = [part.get("tie_word_embeddings") for part in (text, checkpoint.metadata) if isinstance(part, dict)]
     says = next((value for value in tied if value is not None), None)
-    return says is False and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
+    heads = ("lm_head.weight", *(str(spec.huggingface) for spec in specs if spec.field == "head"))
+    return says is False and not any(name.endswith(heads) for name in checkpoint.tensors)
 
 
 def with_draft(checkpoint: Checkpoint, config: ModelConfig, fold: Folding | None = None) -> ModelConfig:

@@ -7,6 +7,8 @@ An architecture module defines
     DRAFT                         the same for its draft layer, where it may have one
     config_from_gguf(metadata, tensors)         -> ModelConfig, from GGUF keys
     config_from_huggingface(metadata, tensors)  -> ModelConfig, from config.json
+    M_ROPE                        whether llama.cpp asks for the sections of its rope
+    EXPERTS_IN                    the format of experts' matrices in Hugging Face folders, where it is one
     tensors_from_huggingface(metadata, tensors) -> the tensors of a Hugging Face folder with the values that
                                   a GGUF file has, by name; where they are the same there is none
 
@@ -17,7 +19,7 @@ import contextlib
 import dataclasses
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import numpy as np
@@ -30,51 +32,66 @@ from bonsai_jax.weights.metadata import short
 from bonsai_jax.weights.specs import Description
 from checkpoints import Checkpoint, CheckpointError, folding
 
-# Model types that are another architecture under their own name.
-ALIASES = {
+# general.architecture of GGUF files, where it is not the name of the architecture's file.
+GGUF_NAMES = {
+    "ernie4_5-moe": "ernie4_5_moe",
+    "minimax-m2": "minimax_m2",
+    "falcon-h1": "falcon_h1",
+    "command-r": "command_r",
+    "gpt-oss": "gpt_oss",
+    "hunyuan-dense": "hunyuan_dense",
+    "hunyuan-moe": "hunyuan_moe",
+    "nemotron_h": "nemotron_h",
+    "nemotron_h_moe": "nemotron_h",
+}
+# model_type of Hugging Face folders, where it is not that name, or not alone. Of several names of an
+# architecture the first is what `convert` writes, unless CHOSEN says otherwise.
+FOLDER_NAMES = {
+    "llama": "llama",
     "mistral": "llama",
     "qwen3_moe": "qwen3moe",
-    "qwen3_5": "qwen35",
     "qwen3_5_text": "qwen35",
-    "qwen3_5_moe": "qwen35moe",
+    "qwen3_5": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_moe": "qwen35moe",
     "qwen3_next": "qwen3next",
     "qwen2_moe": "qwen2moe",
-    "ernie4_5-moe": "ernie4_5_moe",
     "glm4_moe": "glm4moe",
-    "minimax-m2": "minimax_m2",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
-    "falcon-h1": "falcon_h1",
+    "olmo2": "olmo2",
     "olmo3": "olmo2",
-    "command-r": "command_r",
     "cohere": "command_r",
-    "gpt-oss": "gpt_oss",
     "ministral3": "mistral3",
-    "hunyuan-dense": "hunyuan_dense",
     "hunyuan_v1_dense": "hunyuan_dense",
-    "hunyuan-moe": "hunyuan_moe",
     "hunyuan_v1_moe": "hunyuan_moe",
     "lfm2_moe": "lfm2moe",
+    "granitemoe": "granitemoe",
     "granitemoeshared": "granitemoe",
     "granitemoehybrid": "granitehybrid",
-    "nemotron_h_moe": "nemotron_h",
     "bamba": "granitehybrid",
-    "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "deepseek_v2": "deepseek2",
     "kimi_k2": "deepseek2",
     "glm4_moe_lite": "deepseek2",
     "mistral4": "deepseek2",
     "bailing_moe_v2": "bailingmoe2",
-    "qwen2_vl": "qwen2vl",
     "qwen2_vl_text": "qwen2vl",
+    "qwen2_vl": "qwen2vl",
     "qwen2_5_vl": "qwen2vl",
     "qwen2_5_vl_text": "qwen2vl",
-    "qwen3_vl": "qwen3vl",
     "qwen3_vl_text": "qwen3vl",
-    "qwen3_vl_moe": "qwen3vlmoe",
+    "qwen3_vl": "qwen3vl",
     "qwen3_vl_moe_text": "qwen3vlmoe",
+    "qwen3_vl_moe": "qwen3vlmoe",
 }
+CHOSEN: dict[str, Callable[[ModelConfig], bool]] = {
+    "nemotron_h_moe": lambda config: config.experts is not None,
+    "olmo3": lambda config: any(layer.mixer.window is not None for layer in config.layers),
+    "granitemoeshared": lambda config: config.experts is not None and config.experts.shared > 0,
+    "deepseek_v2": lambda config: config.experts is None or config.experts.gating == "softmax",
+}
+ALIASES = {**GGUF_NAMES, **FOLDER_NAMES}
 
 MOST_LAYERS = 10_000  # a list of the layers that a damaged file asks for could fill the memory
 LONGEST_REASON = 400  # characters; a value of the file may be in it
@@ -97,6 +114,13 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
+def stored_name(architecture: str, naming: str, config: ModelConfig) -> str:
+    """What files call an architecture: general.architecture of GGUF files, model_type of folders."""
+    names = GGUF_NAMES if naming == "gguf" else FOLDER_NAMES
+    own = [name for name, target in names.items() if target == architecture] or [architecture]
+    return next((name for name in own if name in CHOSEN and CHOSEN[name](config)), own[0])
+
+
 def _not_supported(name: str, missing: Missing | None) -> str:
     if missing is None:
         return f"architecture {short(name)} is not supported; supported: {', '.join(names())}"
@@ -114,7 +138,7 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
     Raises NotImplementedError for an architecture without a file or a format without one, and CheckpointError
     for metadata that is absent or absurd and for a tensor that is missing, has no place or the wrong shape.
     """
-    module = _module(checkpoint)
+    module = module_of(checkpoint)
     config = _config(checkpoint, module)
     if checkpoint.naming == "huggingface" and hasattr(module, "tensors_from_huggingface"):
         with _named_errors(checkpoint, module):
@@ -132,10 +156,11 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
 
 def config_of(checkpoint: Checkpoint) -> ModelConfig:
     """The ModelConfig of a checkpoint alone; errors as for `describe`."""
-    return _config(checkpoint, _module(checkpoint))
+    return _config(checkpoint, module_of(checkpoint))
 
 
-def _module(checkpoint: Checkpoint) -> ModuleType:
+def module_of(checkpoint: Checkpoint) -> ModuleType:
+    """The module of a checkpoint's architecture. Raises as `describe`."""
     if checkpoint.metadata.get("general.type") == "adapter":
         raise CheckpointError(
             f"{checkpoint.source}: this is an adapter; load its model, and put the adapter beside it: "

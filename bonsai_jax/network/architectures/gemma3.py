@@ -27,9 +27,16 @@ def _plus_1(norm):
     return 1 + norm
 
 
+def _minus_1(norm):
+    return norm - 1
+
+
 def _from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     return tuple(
-        dataclasses.replace(s, from_huggingface=_plus_1 if s.field.endswith("norm") else None) for s in specs
+        dataclasses.replace(s, from_huggingface=_plus_1, to_huggingface=_minus_1)
+        if s.field.endswith("norm")
+        else s
+        for s in specs
     )
 
 

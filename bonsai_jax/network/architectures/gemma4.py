@@ -85,7 +85,8 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     turned = whole(metadata, f"{arch}.rope.dimension_count_swa", local_dim)
     experts = None
     if experts_metadata.count(metadata, f"{arch}.expert_count"):
-        experts = experts_metadata.from_gguf(metadata, shared=whole(metadata, f"{arch}.feed_forward_length"))
+        shared = whole(metadata, f"{arch}.feed_forward_length")
+        experts = dataclasses.replace(experts_metadata.from_gguf(metadata), shared=shared)
 
     def has_values(layer: int) -> bool:
         return any(f"blk.{layer}.attn_{name}.weight" in tensors for name in ("v", "qkv"))

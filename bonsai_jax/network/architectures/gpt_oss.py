@@ -19,6 +19,7 @@ from pallas_kernels.activations import swiglu_oai
 
 MODELS = "gpt-oss 20B and 120B"
 FOLDER = "model.layers.{}.mlp.experts."
+EXPERTS_IN = "mxfp4"  # folders with other formats have matrices that are turned over
 
 
 def _from_folders(spec: Spec) -> Spec:

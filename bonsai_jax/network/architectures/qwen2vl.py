@@ -10,6 +10,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import qwen2
 from bonsai_jax.weights.metadata import nested
 
+M_ROPE = True
 MODELS = "Qwen2-VL, Qwen2.5-VL (text)"
 TENSORS = qwen2.TENSORS
 config_from_gguf = qwen2.config_from_gguf

@@ -28,6 +28,7 @@ from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.metadata import nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
+M_ROPE = True
 MODELS = "Qwen3.5's dense models, text only; Bonsai 27B; Bonsai 2"
 
 
@@ -35,15 +36,28 @@ def _plus_1(norm: jax.Array) -> jax.Array:
     return 1 + norm
 
 
+def _minus_1(norm: jax.Array) -> jax.Array:
+    return norm - 1
+
+
 def _decay(log: jax.Array) -> jax.Array:
     return -jnp.exp(log)
+
+
+def _log(decay: jax.Array) -> jax.Array:
+    return jnp.log(-decay)
 
 
 def from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     """With what Hugging Face files hold otherwise: norms less 1, but not that of delta heads, and log A."""
     norms = ("norm", "q_norm", "k_norm", "final_norm", "embed_norm", "hidden_norm")
-    how = dict.fromkeys(norms, _plus_1) | {"decay": _decay}
-    return tuple(dataclasses.replace(spec, from_huggingface=how.get(spec.field)) for spec in specs)
+    how = dict.fromkeys(norms, (_plus_1, _minus_1)) | {"decay": (_decay, _log)}
+
+    def stored(spec: Spec) -> Spec:
+        forward, inverse = how.get(spec.field, (None, None))
+        return dataclasses.replace(spec, from_huggingface=forward, to_huggingface=inverse)
+
+    return tuple(map(stored, specs))
 
 
 NORM = (

@@ -13,6 +13,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
 from bonsai_jax.weights.metadata import whole
 
+M_ROPE = True
 MODELS = "Qwen3.5 and Qwen3.6 with experts"
 EXPERTS = tensors(
     "experts", "router", "gate", "up", "down", "shared_gate", "shared_up", "shared_down", "shared_router",

@@ -5,6 +5,7 @@ import dataclasses
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import qwen2vl, qwen3
 
+M_ROPE = True
 MODELS = "Qwen3-VL (text)"
 TENSORS = qwen3.TENSORS
 config_from_gguf = qwen3.config_from_gguf

@@ -5,6 +5,7 @@ aside. Hugging Face folders, whose experts' matrices are transposed, are not rea
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.architectures import qwen3moe
 
+M_ROPE = True
 MODELS = "Qwen3-VL with experts (text)"
 TENSORS = qwen3moe.TENSORS
 config_from_gguf = qwen3moe.config_from_gguf

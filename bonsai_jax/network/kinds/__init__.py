@@ -19,6 +19,8 @@ A file holds everything that knows its kind:
                   (network/adapter.py); () where it has no such name
     block         (x, place, state, workspace) -> (x, state, workspace): the computation and its residual
     phases        settings -> the parts of `block` that measure/profile.py times (phases.py)
+    order         where files of GGUF and Hugging Face have rows in another order: which rows of the one those
+                  of the other are; `in_order`, settings with the order of others (making/converting.py)
 
 What mixes tokens has also
 

@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.config import RunConfig
+from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product, check_taps, joined_product, temperatures
@@ -274,6 +274,34 @@ TENSORS = {
         Spec("post_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
     )
 }  # fmt: skip
+
+
+def in_order(settings: Attention, like: Attention) -> Attention:
+    """The same attention with rotated pairs in the order of another's."""
+    if settings.rope is None or like.rope is None:
+        return settings
+    rope = dataclasses.replace(settings.rope, interleaved=like.rope.interleaved)
+    return dataclasses.replace(settings, rope=rope)
+
+
+def order(field: str, before: ModelConfig, after: ModelConfig, layer: int) -> tuple[int, np.ndarray] | None:
+    """Which rows (axis 0) of a tensor for `before` those of one for `after` are, where rotated pairs are
+    halves in one and neighbours in the other. None: they are the same. Layers without a rope follow the
+    others, as in llama.cpp's converter."""
+    own = next(half for half in before.layers[layer].mixers if half.kind == "attention")
+    rope, new = (
+        next((a.settings.rope for a in config.groups("attention") if a.settings.rope is not None), None)
+        for config in (before, after)
+    )
+    heads = {"q": own.num_heads, "k": own.num_kv_heads, "q_norm": 1, "k_norm": 1}.get(
+        field.removesuffix("_bias")
+    )
+    if rope is None or new is None or heads is None or rope.interleaved == new.interleaved:
+        return None
+    dim = rope.dim
+    shape = (dim // 2, 2) if rope.interleaved else (2, dim // 2)
+    head = np.concatenate([np.arange(dim).reshape(shape).T.reshape(-1), np.arange(dim, own.head_dim)])
+    return 0, (np.arange(heads)[:, None] * own.head_dim + head).reshape(-1)
 
 
 @serializable

@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float
 
-from bonsai_jax.config import RunConfig
+from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product, joined_product
@@ -165,9 +166,30 @@ TENSORS = {
         Spec("out", "ssm_out.weight", "linear_attn.out_proj.weight", ("hidden", "v_width"),
              (None, "v width")),
         Spec("conv_weights", "ssm_conv1d.weight", "linear_attn.conv1d.weight", ("qkv_width", "conv"),
-             ("qkv width", None), plain=True),
+             ("qkv width", None), plain=True, huggingface_shape=("qkv_width", 1, "conv")),
     )
 }  # fmt: skip
+
+
+def in_order(settings: DeltaNet, like: DeltaNet) -> DeltaNet:
+    """The same delta net with its v heads in the order of another's."""
+    return dataclasses.replace(settings, grouped=like.grouped)
+
+
+def order(field: str, before: ModelConfig, after: ModelConfig, layer: int) -> tuple[int, np.ndarray] | None:
+    """Which rows (axis 0) or columns (axis 1) of a tensor for `before` those of one for `after` are, where v
+    heads lie grouped in one and tiled in the other. None: they are the same."""
+    own, new = before.layers[layer].mixer, after.layers[layer].mixer
+    if own.grouped == new.grouped or field in ("norm", "head_norm"):
+        return None
+    shape = (own.k_heads, own.v_heads // own.k_heads)
+    heads = np.arange(own.v_heads).reshape(shape if own.grouped else shape[::-1]).T.reshape(-1)
+    width = 1 if field in ("alpha", "beta", "dt", "decay") else own.v_dim
+    values = (heads[:, None] * width + np.arange(width)).reshape(-1)
+    if field in ("qkv", "conv_weights"):
+        first = own.qkv_width - own.v_width  # queries and keys before them
+        values = np.concatenate([np.arange(first), first + values])
+    return int(field == "out"), values
 
 
 @serializable

@@ -158,7 +158,7 @@ TENSORS = {
              ("hidden",)),
         Spec("post_norm", "post_ffw_norm.weight", "post_feedforward_layernorm.weight", ("hidden",)),
         Spec("shared_router", "ffn_gate_inp_shexp.weight", "mlp.shared_expert_gate.weight", ("hidden",),
-             plain=True),
+             plain=True, huggingface_shape=(1, "hidden")),
     )
 }  # fmt: skip
 

@@ -65,6 +65,11 @@ class Mamba2:
         return self.inner + 2 * self.groups * self.state
 
     @property
+    def group_width(self) -> int:
+        """Width of the heads of a group."""
+        return self.inner // self.groups
+
+    @property
     def input_rows(self) -> int:
         """Outputs of W_in: z, x, B, C and the time steps."""
         return self.inner + self.conv_width + self.heads
@@ -139,13 +144,15 @@ TENSORS = {
         Spec("norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
         Spec("inputs", "ssm_in.weight", "mamba.in_proj.weight", ("input_rows", "hidden"), ("inputs", None)),
         Spec("conv_weights", "ssm_conv1d.weight", "mamba.conv1d.weight", ("conv_width", "conv"),
-             ("channels", None), plain=True),
+             ("channels", None), plain=True, huggingface_shape=("conv_width", 1, "conv")),
         Spec("conv_bias", "ssm_conv1d.bias", "mamba.conv1d.bias", ("conv_width",), ("channels",)),
         Spec("dt", "ssm_dt.bias", "mamba.dt_bias", ("heads",), ("heads",)),
         Spec("decay", "ssm_a", "mamba.A_log", ("heads",), ("heads",),
-             from_huggingface=lambda log: -jnp.exp(log)),
-        Spec("skip", "ssm_d", "mamba.D", ("heads",), ("heads",)),
-        Spec("group_norm", "ssm_norm.weight", "mamba.norm.weight", ("inner",), ("inner",)),
+             from_huggingface=lambda log: -jnp.exp(log), to_huggingface=lambda a: jnp.log(-a),
+             gguf_shape=("heads", 1)),
+        Spec("skip", "ssm_d", "mamba.D", ("heads",), ("heads",), gguf_shape=("heads", 1)),
+        Spec("group_norm", "ssm_norm.weight", "mamba.norm.weight", ("inner",), ("inner",),
+             gguf_shape=("groups", "group_width")),
         Spec("out", "ssm_out.weight", "mamba.out_proj.weight", ("hidden", "inner"), (None, "inner")),
     )
 }  # fmt: skip

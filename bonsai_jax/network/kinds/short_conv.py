@@ -111,7 +111,7 @@ TENSORS = {
         Spec("inputs", "shortconv.in_proj.weight", "conv.in_proj.weight", ("input_rows", "hidden"),
              ("inputs", None)),
         Spec("conv_weights", "shortconv.conv.weight", "conv.conv.weight", ("width", "conv"),
-             ("channels", None), plain=True),
+             ("channels", None), plain=True, huggingface_shape=("width", 1, "conv")),
         Spec("out", "shortconv.out_proj.weight", "conv.out_proj.weight", ("hidden", "width"),
              (None, "channels")),
     )
