@@ -22,6 +22,7 @@ from pallas_kernels.pytree import serializable
 from pallas_kernels.qtensor import LayerStack, Products, QTensor, Rows, dequantize, from_blocks, quantize
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.selection import for_device
+from pallas_kernels.straight_through import absmean, packed, straight_through
 
 __all__ = [
     "GELU",
@@ -35,6 +36,7 @@ __all__ = [
     "QTensor",
     "Rotation",
     "Rows",
+    "absmean",
     "apply_rope",
     "attend",
     "attend_latent",
@@ -53,9 +55,11 @@ __all__ = [
     "layer_norm",
     "mamba2",
     "matmul",
+    "packed",
     "quantize",
     "rms_norm",
     "route",
     "serializable",
+    "straight_through",
     "swiglu_oai",
 ]
