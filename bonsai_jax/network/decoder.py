@@ -51,6 +51,7 @@ def decoder(
     taps: Taps | None = None,
     keep_updates: bool = False,
     num_layers: int | None = None,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
@@ -60,7 +61,8 @@ def decoder(
 
     Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
     updated; the pending updates of each layer are returned by layer too, for `replay`. With num_layers, only
-    the first so many layers run.
+    the first so many layers run. With remat, a backward pass computes each layer again, and the cache is
+    returned as it was given, but for its lengths.
 
     Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
@@ -163,6 +165,11 @@ def decoder(
             each.append(read)
         return carry, each
 
+    def forgetful_period(x, turn, tapped):
+        """A period that keeps x alone: a backward pass has one cache, not one for each turn."""
+        (x, *_), each = period((x, cache, {}), turn, tapped)
+        return x, each
+
     def tapped_places(turn):
         """Which layers of a period are tapped."""
         return tuple(taps.taps_layer(turn * config.period + number) for number in range(config.period))
@@ -188,9 +195,11 @@ def decoder(
         # One loop where all layers are tapped alike; where taps name layers, a loop for each run of turns.
         for tapped, run in itertools.groupby(range(turns), tapped_places):
             body, numbers = functools.partial(period, tapped=tapped), list(run)
-            carry, by_turn = jax.lax.scan(
-                body, carry, jnp.arange(numbers[0], numbers[-1] + 1), unroll=min(unroll, len(numbers))
-            )
+            layers, start = jnp.arange(numbers[0], numbers[-1] + 1), carry
+            if remat:
+                body, start = jax.checkpoint(functools.partial(forgetful_period, tapped=tapped)), carry[0]
+            end, by_turn = jax.lax.scan(body, start, layers, unroll=min(unroll, len(numbers)))
+            carry = (end, *carry[1:]) if remat else end
             scanned.append(by_turn)
         for number in range(count - rest, count):
             carry, layer_read = layer_step(carry, number)
