@@ -195,11 +195,13 @@ def decoder(
         # One loop where all layers are tapped alike; where taps name layers, a loop for each run of turns.
         for tapped, run in itertools.groupby(range(turns), tapped_places):
             body, numbers = functools.partial(period, tapped=tapped), list(run)
-            layers, start = jnp.arange(numbers[0], numbers[-1] + 1), carry
+            layers = jnp.arange(numbers[0], numbers[-1] + 1)
             if remat:
-                body, start = jax.checkpoint(functools.partial(forgetful_period, tapped=tapped)), carry[0]
-            end, by_turn = jax.lax.scan(body, start, layers, unroll=min(unroll, len(numbers)))
-            carry = (end, *carry[1:]) if remat else end
+                body = jax.checkpoint(functools.partial(forgetful_period, tapped=tapped))
+                x, by_turn = jax.lax.scan(body, carry[0], layers)
+                carry = x, cache, {}
+            else:
+                carry, by_turn = jax.lax.scan(body, carry, layers, unroll=min(unroll, len(numbers)))
             scanned.append(by_turn)
         for number in range(count - rest, count):
             carry, layer_read = layer_step(carry, number)

@@ -55,8 +55,8 @@ def test_what_is_trained_is_what_runs_and_what_a_file_has(original, tmp_path, fo
     assert jax.tree.structure(params) == jax.tree.structure(loaded.params)
     one_rule = format == "q1_0"  # the search of a K-quant adds in another order in another program
     if one_rule:
-        for mine, its in zip(jax.tree.leaves(params), jax.tree.leaves(loaded.params), strict=True):
-            np.testing.assert_array_equal(mine, its)
+        for own, its in zip(jax.tree.leaves(params), jax.tree.leaves(loaded.params), strict=True):
+            np.testing.assert_array_equal(own, its)
     rounded = jax.jit(plan.rounded)(weights)
     assert {w.format for w in leaves(rounded) if isinstance(w, QTensor)} == {"f32"}
     for float_matrix, matrix in zip(values(rounded), values(params), strict=True):

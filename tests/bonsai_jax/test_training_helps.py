@@ -58,9 +58,9 @@ def programs():
     [(0, 80, 0.15), *(pytest.param(seed, 200, 0.1, marks=pytest.mark.slow) for seed in (1, 2, 3))],
 )
 def test_trained_in_1_bit_beats_rounded_after_training(seed, count, margin):
-    """Both begin with the same weights and see the same text: one is trained in float32 and rounded, the other
-    is trained in Q1_0 to predict what the float model does. On other text the KL divergence from the float
-    model is less than a tenth for the second (measured: a twentieth; after 80 steps a tenth)."""
+    """Both begin with the same weights and see the same text: one is trained in float32 and then rounded, the
+    other is trained in Q1_0 to predict what the float model does. On other text the second's KL divergence
+    from the float model is less than a tenth (measured: a twentieth; after 80 steps a tenth)."""
     float_plan, plan, optimizer, by_text, by_teacher, divergence = programs()
     rng = np.random.default_rng(seed)
     start = {k: np.array(w) for k, w in plan.weights().items()}
