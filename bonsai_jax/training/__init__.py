@@ -3,6 +3,7 @@
 
 from bonsai_jax.training.losses import cross_entropy, distillation_loss, token_logprobs
 from bonsai_jax.training.plans import TrainingPlan, Weights, plan
+from bonsai_jax.training.rollouts import rollout_logprobs, with_values
 from bonsai_jax.training.steps import distillation_step
 
 __all__ = [
@@ -12,5 +13,7 @@ __all__ = [
     "distillation_loss",
     "distillation_step",
     "plan",
+    "rollout_logprobs",
     "token_logprobs",
+    "with_values",
 ]
