@@ -15,8 +15,8 @@ def rollout_logprobs(
 ) -> Float[Array, "B T-1"]:
     """log p of each token but the first, given those before it, by the kernels of `bj.generate` and engines.
 
-    `bj.forward` runs the reference attention, which rounds in another way, and 8-bit activations amplify that.
-    On a CPU with the extra `cpu` and packed weights, these have the bits of Logprobs.token, whatever the rows
+    `bj.forward` runs the reference attention, whose rounding is another; 8-bit activations amplify that. On a
+    CPU with the extra `cpu` and packed weights, these have the bits of Logprobs.token, whatever the rows
     and chunks of the engine (docs/training.md). This is a prefill, without derivatives: `with_values` takes
     those of `forward`.
 
