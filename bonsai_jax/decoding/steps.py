@@ -283,7 +283,7 @@ def forward(
     logits   False: return the residual stream instead, float32 [B, T, H], as the last layer that runs leaves
              it, not normed (`unembed` makes logits of it); the output matrix is not read
     remat    True: a backward pass stores the residual stream between layers alone, and computes each layer
-             again (jax.checkpoint): less memory, a third more time
+             again (jax.checkpoint): less memory, up to a third more arithmetic
     Returns float32 logits after every token (those of padding mean nothing), and the activations that
     taps.read names.
     Raises ValueError for shapes, or numbers of layers, that do not fit the model, and NotImplementedError for

@@ -38,7 +38,7 @@ from checkpoints.geometry import tensor_nbytes
 from pallas_kernels import absmean, formats, packed
 
 # float32 arrays, in names and shapes those of a GGUF file; NAME + ".scale": the learnt scales of a matrix.
-type Weights = dict[str, Float[Array, "..."]]
+Weights = dict[str, Float[Array, "..."]]
 SCALE = building.SCALE
 CONSTANT = ("rope_divisors", "rope_long", "rope_short")  # vectors that are no weights
 

@@ -45,7 +45,7 @@ def distillation_step(
     optimizer  one of optax's; its state starts as optimizer.init(weights)
     teacher    the config of a model with the same vocabulary; its params are an argument of the step
     clip       as for `pallas_kernels.straight_through`
-    remat      as for `bj.forward`: less memory, a third more time
+    remat      as for `bj.forward`: less memory, up to a third more arithmetic
     The step is (weights, moments, teacher_params, tokens, lengths) -> (weights, moments, loss), with tokens
     int32 [B, T], padded at the end. It donates weights and moments. Raises ValueError for another vocabulary.
     """

@@ -80,6 +80,24 @@ def test_blocks_are_those_of_quantize_file(original, tmp_path):
         plan.save(tmp_path / "a.gguf", plan.weights())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["q1_0", "tq2_0"])
+def test_llama_cpp_runs_the_file(tmp_path, format):
+    """Its log-probabilities are ours, but for activations that it rounds to 8 bits."""
+    from tests.bonsai_jax.llama_cpp import LlamaCpp
+
+    plan = training.plan(tiny_gguf("llama", SHAPE | {"embedding_length": 256}), format, RUN, pure=True)
+    weights = plan.weights()
+    plan.save(tmp_path / "new.gguf", weights)
+    row = LlamaCpp(tmp_path / "new.gguf", 128).greedy([5, 6, 7, 8], 6, readable=300)
+    text = np.array([[5, 6, 7, 8, *row["tokens"]]])
+    out, _ = bj.jitted.forward(plan.rounded(weights), text, np.array([text.size]), plan.config)
+    scores = np.asarray(jax.nn.log_softmax(out[0, 3:-1]))
+    own, its = scores[np.arange(6), row["tokens"]], [top[0] for top in row["top_logprobs"]]
+    np.testing.assert_allclose(own, its, atol=0.05)
+    assert (scores.max(1) - own < 0.1).all()
+
+
 def test_gradients_pass_through_to_the_weights():
     """Those of the float model at the rounded weights, which are the weights of an unrounded plan."""
     plans = [training.plan(tiny_gguf("llama", SHAPE), format, RUN, pure=True) for format in ("q1_0", "f32")]
