@@ -72,7 +72,7 @@ class TrainingPlan:
         """
         weights: Weights = {}
         for name, format in self.formats.items():
-            weights[name] = jnp.asarray(_values(self.checkpoint, name))
+            weights[name] = jnp.array(_values(self.checkpoint, name))  # a copy, which may be donated
             module = formats.get(format)
             if scales and hasattr(module, "LEVELS"):
                 weights[name + SCALE] = absmean(weights[name], module.WEIGHTS)
