@@ -4,7 +4,8 @@
                                     --packed---> Params of packed blocks: rollouts, by the kernels of a load
                                     --save-----> a GGUF file with these blocks
 
-All three have the same values, to the bit. Formats are those that `bj.quantize_file` would give.
+All three have the same values, to the bit where a format has one rule. Formats are those that
+`bj.quantize_file` would give.
 """
 
 import dataclasses
