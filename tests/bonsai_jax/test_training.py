@@ -1,9 +1,12 @@
 """Training of packed models: what is trained, what runs and what a file has are one set of weights; losses in
 numpy. Whether training helps: test_training_helps.py."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import bonsai_jax as bj
@@ -11,6 +14,7 @@ from bonsai_jax import training
 from checkpoints import open_checkpoint
 from pallas_kernels import dequantize, straight_through
 from pallas_kernels.qtensor import QTensor, leaves
+from tests.bonsai_jax.test_gemma4 import tiny as gemma4
 from tests.bonsai_jax.test_oracle import as_file
 from tests.bonsai_jax.tiny_files import tiny_gguf
 
@@ -172,17 +176,53 @@ def test_checkpointed_layers_have_the_same_gradients_in_less_memory():
     assert again < 0.6 * plain
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: training.plan("synth:tiny-llama:f32", "q9_9"), ValueError, "format 'q9_9' is not known"),
-        (
-            lambda: training.plan("synth:tiny-llama:f32", "iq4_xs", tensor_formats=[("attn_q", "iq2_s")]),
-            ValueError,
-            "iq2_s",
-        ),
-    ],
-)
-def test_what_cannot_be_trained(call, error, message):
-    with pytest.raises(error, match=message):
-        call()
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", "gemma3", "deepseek2", "qwen35moe", "bitnet"])
+def test_other_kinds_of_layers(name, tmp_path):
+    """Recurrent states, windows, latent attention, experts: packed as a load has them, and the same with layers
+    that are computed again."""
+    plan = training.plan(f"synth:tiny-{name}:f32", "q8_0", RUN)
+    weights = plan.weights()
+    plan.save(tmp_path / "packed.gguf", weights)
+    params, loaded = jax.jit(plan.packed)(weights), bj.load(tmp_path / "packed.gguf", RUN)
+    assert jax.tree.structure(params) == jax.tree.structure(loaded.params)
+    for own, its in zip(jax.tree.leaves(params), jax.tree.leaves(loaded.params), strict=True):
+        np.testing.assert_array_equal(own, its)
+    rounded = jax.jit(plan.rounded)(weights)
+
+    def value(vectors, remat):
+        out, _ = bj.forward(rounded, vectors, LENGTHS, plan.config, remat=remat)
+        return out[0, -1, 3]
+
+    slope = jax.jit(jax.value_and_grad(value), static_argnums=1)
+    (plain, first), (again, second) = (slope(bj.embed(rounded, TOKENS), remat) for remat in (False, True))
+    assert abs(plain - again) < 1e-5
+    np.testing.assert_allclose(first, second, atol=1e-5 * abs(first).max())
+
+
+def test_what_cannot_be_trained():
+    tiny = "synth:tiny-llama:f32"
+    with pytest.raises(ValueError, match="format 'q9_9' is not known"):
+        training.plan(tiny, "q9_9")
+    with pytest.raises(NotImplementedError, match="is a part of another tensor of the file"):
+        training.plan("synth:tiny-phi4:f32", "q8_0")
+    folded = open_checkpoint("synth:bonsai-2-27b:q1_0")
+    with pytest.raises(NotImplementedError, match="stored rotated"):
+        training.plan(folded, "q1_0")
+    with pytest.raises(NotImplementedError, match="is a Hugging Face folder; training starts from GGUF"):
+        training.plan(dataclasses.replace(folded, naming="huggingface"), "q1_0")
+    plan = training.plan(tiny, "q8_0", RUN)
+    weights = dict.fromkeys(plan.formats, jnp.zeros((2, 2)))
+    with pytest.raises(ValueError, match=r"token_embd\.weight is \[2, 2\]; expected \[512, 256\]"):
+        plan.packed(weights)
+    with pytest.raises(ValueError, match=r"token_embd\.weight is missing; start from plan\.weights"):
+        plan.packed({})
+    with pytest.raises(ValueError, match=r"teacher has a vocabulary of 7 tokens, the model 512"):
+        other = dataclasses.replace(plan.config, vocab_size=7)
+        training.distillation_step(plan, optax.sgd(0.1), other)
+
+
+def test_layers_that_read_other_keys_are_not_computed_again():
+    model = gemma4("e2b")
+    with pytest.raises(NotImplementedError, match="remat: layers of gemma4 read another layer's keys"):
+        bj.forward(model.params, TOKENS, LENGTHS, model.config, remat=True)
