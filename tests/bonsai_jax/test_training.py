@@ -179,8 +179,8 @@ def test_checkpointed_layers_have_the_same_gradients_in_less_memory():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen35", "gemma3", "deepseek2", "qwen35moe", "bitnet"])
 def test_other_kinds_of_layers(name, tmp_path):
-    """Recurrent states, windows, latent attention, experts: packed as a load has them, and the same with layers
-    that are computed again."""
+    """Recurrent states, windows, latent attention, experts: packed as a load has them, and with the same
+    gradients where layers are computed again."""
     plan = training.plan(f"synth:tiny-{name}:f32", "q8_0", RUN)
     weights = plan.weights()
     plan.save(tmp_path / "packed.gguf", weights)
