@@ -83,6 +83,8 @@ class TrainingPlan:
         """Float params that have the values of the packed ones, for `bj.forward`: differentiable in weights.
 
         y = straight_through(w, format, scale, clip=clip) of each matrix; vectors are as they are
+
+        clip   for matrices in binary and ternary formats; others have none
         """
         return self._params(weights, building.rounded(clip)).replace(step=StepPlan())
 
