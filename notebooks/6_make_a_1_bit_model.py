@@ -28,8 +28,8 @@ except ImportError:
 # "demo" is SmolLM2; or another GGUF file, "model.gguf". Tests put a tiny model here, and take few steps.
 SOURCE = os.environ.get("NOTEBOOK_MODEL", "demo")
 TINY = SOURCE.startswith("synth:")
-LAYERS, HIDDEN, FFN, STEPS = (2, 128, 256, 30) if TINY else (4, 256, 768, 400)
-WIDTH, ROWS, WINDOWS = 64, 4, 8 if TINY else 96  # tokens of a window; windows of a step, and in all
+LAYERS, HIDDEN, FFN, STEPS = (2, 128, 256, 30) if TINY else (4, 256, 768, 800)
+WIDTH, ROWS, WINDOWS = 64, 4, 8 if TINY else 64  # tokens of a window; windows of a step, and in all
 
 teacher = bj.load(SOURCE, bj.RunConfig(context=256))
 words = pathlib.Path("tests/data/moby_dick.txt").read_text()
