@@ -23,6 +23,7 @@ from pallas_kernels.pytree import serializable
 from pallas_kernels.qtensor import LayerStack, Products, QTensor, Rows, dequantize, from_blocks, quantize
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.selection import for_device
+from pallas_kernels.straight_through import absmean, packed, straight_through
 
 __all__ = [
     "GELU",
@@ -38,6 +39,7 @@ __all__ = [
     "QTensor",
     "Rotation",
     "Rows",
+    "absmean",
     "apply_rope",
     "attend",
     "attend_latent",
@@ -56,9 +58,11 @@ __all__ = [
     "layer_norm",
     "mamba2",
     "matmul",
+    "packed",
     "quantize",
     "rms_norm",
     "route",
     "serializable",
+    "straight_through",
     "swiglu_oai",
 ]

@@ -45,6 +45,12 @@ def round_half_away(x):
     return jax.lax.round(x, jax.lax.RoundingMethod.AWAY_FROM_ZERO)
 
 
+def not_negative(x):
+    """x >= 0, which -0.0 is. Compared as integers, because XLA takes a negative denormal for zero."""
+    integer = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return (integer >= 0) | (integer == jnp.iinfo(jnp.int32).min)
+
+
 def affine_codes(x, steps: int):
     """d, m (float16) and codes 0..steps (uint8) of numbers between the least, m, and the greatest, m + steps
     d."""

@@ -15,6 +15,7 @@ import typer.main
 
 import bonsai_jax as bj
 import pallas_kernels
+from bonsai_jax import training
 from bonsai_jax.cli import app
 from bonsai_jax.network import architectures
 
@@ -105,7 +106,7 @@ ENTRY = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
-@pytest.mark.parametrize("package", [bj, pallas_kernels], ids=lambda package: package.__name__)
+@pytest.mark.parametrize("package", [bj, training, pallas_kernels], ids=lambda package: package.__name__)
 def test_the_reference_has_every_public_name_and_an_example_of_it(package):
     shown = {}
     for page in REFERENCE:

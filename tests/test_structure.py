@@ -43,7 +43,7 @@ ROOMS = (
     ("adapters", "card"),
     ("model",),
     ("engine", "making", "nnx", "save"),
-    ("research",),
+    ("research", "training"),
     ("protocols", "text"),
     ("__init__",),
     ("batch", "server"),

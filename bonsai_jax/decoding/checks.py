@@ -18,7 +18,17 @@ from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.taps import Taps
 
 # Arguments that are not arrays.
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits", "pooling")
+STATIC = (
+    "config",
+    "size",
+    "taps",
+    "logits_processor",
+    "logprobs",
+    "stop_at_layer",
+    "logits",
+    "remat",
+    "pooling",
+)
 
 _checking = contextvars.ContextVar("checking", default=False)
 

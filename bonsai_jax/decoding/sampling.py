@@ -71,11 +71,29 @@ class Logprobs(struct.PyTreeNode):
     sampled: Float[Array, "*shape"] | None = None
 
 
+def log_softmax(logits: Float[Array, "*batch V"]) -> Float[Array, "*batch V"]:
+    """logits - log sum exp(logits), with a sum that has the same bits in every program.
+
+    XLA adds floats in an order that depends on what surrounds the sum. Here exp(logits - max), at most 1, is
+    cut into three integers of 12 bits, which are added. They do not overflow for less than 2^19 tokens, and
+    what is below 2^-36 is dropped.
+    """
+    x = logits.astype(jnp.float32)
+    x -= x.max(axis=-1, keepdims=True)
+    rest, total = jnp.exp(x), jnp.zeros(x.shape[:-1])
+    for word in range(1, 4):
+        rest = rest * 4096
+        whole = jnp.floor(rest)
+        total += whole.astype(jnp.int32).sum(axis=-1) * 2.0 ** (-12 * word)
+        rest = rest - whole
+    return x - jnp.log(total)[..., None]
+
+
 def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], n: int | None) -> Logprobs | None:
     """Logprobs [B] of these tokens, and of the n likeliest; None for n=None."""
     if n is None:
         return None
-    scores = jax.nn.log_softmax(logits.astype(jnp.float32))
+    scores = log_softmax(logits)
     top, ids = jax.lax.top_k(scores, n)
     return Logprobs(jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0], ids, top)
 
@@ -97,7 +115,7 @@ def sampled_logprobs(own: Rules, logits: Float[Array, "B V"], tokens: Int[Array,
     """
     left = reference.penalize(own, logits.astype(jnp.float32))
     heat = jnp.where(own.temperature > 0, own.temperature, 1.0)[:, None]
-    scores = jax.nn.log_softmax(jnp.where(reference.truncate(own, left), left / heat, -jnp.inf))
+    scores = log_softmax(jnp.where(reference.truncate(own, left), left / heat, -jnp.inf))
     drawn = jnp.take_along_axis(scores, jnp.maximum(tokens, 0)[:, None], axis=1)[:, 0]
     return jnp.where(own.temperature > 0, drawn, 0.0)
 

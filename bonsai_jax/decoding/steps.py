@@ -271,6 +271,7 @@ def forward(
     taps: Taps | None = None,
     stop_at_layer: int | None = None,
     logits: bool = True,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
     """Whole sequences at once, from their first token, for gradients and for looking inside.
 
@@ -281,9 +282,12 @@ def forward(
     stop_at_layer  run layers 0 to stop_at_layer - 1 alone, as if the model ended there; None: all
     logits   False: return the residual stream instead, float32 [B, T, H], as the last layer that runs leaves
              it, not normed (`unembed` makes logits of it); the output matrix is not read
+    remat    True: a backward pass stores the residual stream between layers alone, and computes each layer
+             again (jax.checkpoint): less memory, up to a third more arithmetic
     Returns float32 logits after every token (those of padding mean nothing), and the activations that
     taps.read names.
-    Raises ValueError for shapes, or numbers of layers, that do not fit the model.
+    Raises ValueError for shapes, or numbers of layers, that do not fit the model, and NotImplementedError for
+    remat where layers read another layer's keys (Gemma 4).
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
     runs the reference attention, with float32 keys and values in a cache of its own.
@@ -291,6 +295,11 @@ def forward(
     Errors are those of `extend`.
     """
     check_taps(taps)
+    if remat and any(group.settings.reads is not None for group in config.groups("attention")):
+        raise NotImplementedError(
+            f"remat: layers of {config.architecture} read another layer's keys, which are not stored then; "
+            "leave remat out"
+        )
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)
@@ -299,7 +308,7 @@ def forward(
     # A static number of keys: reverse differentiation needs loops of known length.
     positions, count = _positions(cache, tokens, lengths), layer_count(stop_at_layer, config)
     hidden, _, activations = decoder.decoder(
-        params, tokens, positions, cache, config, num_keys=T, taps=taps, num_layers=count
+        params, tokens, positions, cache, config, num_keys=T, taps=taps, num_layers=count, remat=remat
     )
     return decoder.unembed(params, hidden, config) if logits else hidden, activations
 

@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -134,15 +135,18 @@ def quantize_file(
         importance=known,
     )
     check_new(path, overwrite)
-    metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
-    metadata.pop("general.file_type", None)
-    metadata = {key: value for key, value in metadata.items() if not key.startswith("quantize.imatrix.")}
-    if known is not None:
-        metadata |= known.metadata
-    if (file_type := recipes.recipe(format).file_type) is not None:
-        metadata["general.file_type"] = np.uint32(file_type)
+    metadata = quantized_metadata(checkpoint, format) | ({} if known is None else known.metadata)
     write_gguf(path, metadata, _changed(checkpoint, changes, known, progress))
     return changes
+
+
+def quantized_metadata(checkpoint: Checkpoint, format: str) -> dict[str, Any]:
+    """The metadata of this file when its weights have another format."""
+    metadata = {**checkpoint.metadata, "general.quantization_version": np.uint32(VERSION)}
+    metadata.pop("general.file_type", None)
+    if (file_type := recipes.recipe(format).file_type) is not None:
+        metadata["general.file_type"] = np.uint32(file_type)
+    return {key: value for key, value in metadata.items() if not key.startswith("quantize.imatrix.")}
 
 
 def check_new(path: Path, overwrite: bool) -> None:

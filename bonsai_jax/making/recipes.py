@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from checkpoints import Tensor
+from checkpoints.checkpoint import Stored
 from checkpoints.geometry import GEOMETRY
 
 
@@ -92,7 +92,7 @@ def recipe(name: str) -> Recipe:
 
 
 def formats_of(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[Stored],
     metadata: Mapping[str, Any],
     recipe: Recipe,
     *,
@@ -122,7 +122,7 @@ def formats_of(
     return {tensor.name: out[tensor.name] for tensor in tensors}
 
 
-def is_matrix(tensor: Tensor) -> bool:
+def is_matrix(tensor: Stored) -> bool:
     """Whether this tensor is quantized at all."""
     return len(tensor.shape) > 1 and tensor.name.endswith("weight") and not _KEPT.search(tensor.name)
 
@@ -152,7 +152,7 @@ class _Mix:
     """llama.cpp's choice for each matrix, asked in the order of layers."""
 
     def __init__(
-        self, tensors: Sequence[Tensor], metadata: Mapping[str, Any], recipe: Recipe, weighted: bool
+        self, tensors: Sequence[Stored], metadata: Mapping[str, Any], recipe: Recipe, weighted: bool
     ):
         names = [t.name for t in tensors]
         key = f"{metadata.get('general.architecture')}."
@@ -169,7 +169,7 @@ class _Mix:
         self.values = sum(name.endswith(_VALUES) for name in names)
         self.values_seen = 0
 
-    def format_of(self, tensor: Tensor) -> str:
+    def format_of(self, tensor: Stored) -> str:
         name = tensor.name
         if self.base in FLOATS:
             return self.base

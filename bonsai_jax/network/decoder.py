@@ -52,6 +52,7 @@ def decoder(
     taps: Taps | None = None,
     keep_updates: bool = False,
     num_layers: int | None = None,
+    remat: bool = False,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
@@ -61,7 +62,8 @@ def decoder(
 
     Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
     updated; the pending updates of each layer are returned by layer too, for `replay`. With num_layers, only
-    the first so many layers run.
+    the first so many layers run. With remat, a backward pass computes each layer again, and the cache is
+    returned as it was given, but for its lengths.
 
     Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place: a loop for each run of layers
@@ -190,10 +192,13 @@ def decoder(
         unroll = max(1, UNROLL // run.period) if params.step.unrolled else 1
         for alike, some in itertools.groupby(range(run.turns), tapped):
             turns = list(some)
-            carry, each = jax.lax.scan(
-                functools.partial(body, tapped=alike), carry, jnp.arange(turns[0], turns[-1] + 1),
-                unroll=min(unroll, len(turns)),
-            )  # fmt: skip
+            some_body, numbers = functools.partial(body, tapped=alike), jnp.arange(turns[0], turns[-1] + 1)
+            if remat:  # x alone goes from turn to turn: a backward pass has one cache, not one for each
+                alone = lambda x, turn, own=some_body: _first(own((x, cache, {}), turn))  # noqa: E731
+                x, each = jax.lax.scan(jax.checkpoint(alone), carry[0], numbers)
+                carry = x, *carry[1:]
+            else:
+                carry, each = jax.lax.scan(some_body, carry, numbers, unroll=min(unroll, len(turns)))
             parts.append(_of_turns(each))
         return carry, parts
 
@@ -218,6 +223,12 @@ def decoder(
             parts += more
         (x, cache, _), read = carry, _by_layer(parts)
     return x, kv.advance(cache, positions), read
+
+
+def _first(carry_and_read: tuple[tuple, Any]) -> tuple[jax.Array, Any]:
+    """x of the carry of a turn, and what taps read."""
+    (x, *_), read = carry_and_read
+    return x, read
 
 
 def _first_layers(runs: Iterable[Run], count: int) -> Iterator[Run]:

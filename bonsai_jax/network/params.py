@@ -87,8 +87,13 @@ def load(
 ) -> Params:
     """Read every tensor of a plan onto the default device, or over the mesh for which it was made. Arguments
     as for weights/read.py."""
+    return assembled(plan, read(plan, progress, threads))
+
+
+def assembled(plan: LoadPlan, fields_read: list[Fields]) -> Params:
+    """Params of the fields that `read` returns for a plan: those of the model and of its draft layer."""
     placement, models = plan.placement, []
-    for fields in read(plan, progress, threads):
+    for fields in fields_read:
         groups = fields["layers"].items()
         weights = {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
         models.append(fields | {"layers": weights})

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.weights.drawing import Drawn
 from bonsai_jax.weights.placement import Placement, Share
 from bonsai_jax.weights.records import LoadPlan, Matrix, Member, Piece, Stack, Vector
@@ -47,24 +48,31 @@ def read(
 
     models = []
     for model in plan.models:
-        config = model.config
-        layers: dict[str, list[Fields]] = {
-            kind: [defaultdict(tuple) for _ in config.groups(kind)] for kind in config.kinds
-        }
-        fields: Fields = {"layers": layers}
+        fields = no_fields(model.config)
         models.append(fields)
         with _each(threads) as each:
             stacks = each(functools.partial(_stack, placement=model.placement), model.stacks)
             for stack, made in zip(model.stacks, stacks, strict=True):
-                group = fields if stack.kind is None else layers[stack.kind][stack.group]
-                group[stack.array] = (*group[stack.array], made) if stack.joined else made
+                put(fields, stack, made)
                 note(made, stack.tensors)
         for vector in model.vectors:
             value = _vector(vector, model.description.naming, model.placement)
-            group = fields if vector.kind is None else layers[vector.kind][vector.group]
-            group[vector.array] = value
+            put(fields, vector, value)
             note(value, [t for _, tensors in vector.tensors for t in tensors])
     return models
+
+
+def no_fields(config: ModelConfig) -> Fields:
+    """The fields of a model before any array is read."""
+    groups = {kind: [defaultdict(tuple) for _ in config.groups(kind)] for kind in config.kinds}
+    return {"layers": groups}
+
+
+def put(fields: Fields, record: Stack | Vector, made: Any) -> None:
+    """Add the array of a record to the fields of its model."""
+    group = fields if record.kind is None else fields["layers"][record.kind][record.group]
+    joined = isinstance(record, Stack) and record.joined
+    group[record.array] = (*group[record.array], made) if joined else made
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     BLOCK,
     CPU,
     LANES,
+    LEVELS,
     RANDOM,
     WEIGHTS,
     dequantize,

@@ -12,7 +12,16 @@ Bytes and tiles are those of TQ1_0.
 import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.formats.tq1_0 import LANES, RANDOM, dequantize, quantize, tile, untile, vector_digits
+from pallas_kernels.formats.tq1_0 import (
+    LANES,
+    LEVELS,
+    RANDOM,
+    dequantize,
+    quantize,
+    tile,
+    untile,
+    vector_digits,
+)
 
 WEIGHTS = 128
 BLOCK = np.dtype([("qs", "u1", 24), ("qh", "u1", 2), ("d", "<f2")])

@@ -9,9 +9,10 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.encoding import sum_in_order
+from pallas_kernels.encoding import not_negative, sum_in_order
 
 WEIGHTS = 128
+LEVELS = 2
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 RANDOM = {"d": 1.0}
 
@@ -25,9 +26,7 @@ def dequantize(block):
 
 def quantize(x):
     """d = mean |x|, bit = x >= 0 (ggml's quantize_row_q1_0_ref, to the bit)."""
-    integer = jax.lax.bitcast_convert_type(x, jnp.int32)
-    # x >= 0, or -0.0: compared as integers because XLA takes a negative denormal for zero
-    bits = ((integer >= 0) | (integer == np.int32(-(2**31)))).reshape(*x.shape[:-1], 16, 8)
+    bits = not_negative(x).reshape(*x.shape[:-1], 16, 8)
     qs = (bits.astype(jnp.uint8) << np.arange(8, dtype=np.uint8)).sum(axis=-1, dtype=jnp.uint8)
     return {"d": (sum_in_order(jnp.abs(x)) / WEIGHTS).astype(jnp.float16), "qs": qs}
 

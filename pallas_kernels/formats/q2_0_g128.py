@@ -16,6 +16,7 @@ from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.encoding import inverse, round_half_away
 
 WEIGHTS = 128
+LEVELS = 3
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 

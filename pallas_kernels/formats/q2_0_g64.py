@@ -9,6 +9,7 @@ from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q2_0_g128 import (
     CPU_COLUMNS,
     LANES,
+    LEVELS,
     RANDOM,
     dequantize,
     quantize,

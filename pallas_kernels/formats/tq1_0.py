@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.formats.q2_0_g128 import LANES, ternary, tile_codes, untile_codes
+from pallas_kernels.formats.q2_0_g128 import LANES, LEVELS, ternary, tile_codes, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])

@@ -10,7 +10,15 @@ import numpy as np
 
 from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.formats.q2_0_g128 import LANES, RANDOM, ternary, tile_codes, two_bits, untile_codes
+from pallas_kernels.formats.q2_0_g128 import (
+    LANES,
+    LEVELS,
+    RANDOM,
+    ternary,
+    tile_codes,
+    two_bits,
+    untile_codes,
+)
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])

@@ -7,6 +7,16 @@ The codes of Q2_0 with groups of 128 and, in files, its id; but d comes last.
 
 import numpy as np
 
-from pallas_kernels.formats.q2_0_g128 import CPU, LANES, RANDOM, WEIGHTS, dequantize, quantize, tile, untile
+from pallas_kernels.formats.q2_0_g128 import (
+    CPU,
+    LANES,
+    LEVELS,
+    RANDOM,
+    WEIGHTS,
+    dequantize,
+    quantize,
+    tile,
+    untile,
+)
 
 BLOCK = np.dtype([("qs", "u1", 32), ("d", "<f2")])
