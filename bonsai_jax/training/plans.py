@@ -157,8 +157,8 @@ def plan(
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
     if checkpoint.naming != "gguf":
         raise NotImplementedError(
-            f"{checkpoint.source} is a Hugging Face folder; training starts from GGUF files. Make one of it "
-            "with llama.cpp's convert_hf_to_gguf.py first"
+            f"{checkpoint.source} is a Hugging Face folder; training starts from GGUF files. Make one of it: "
+            f"bonsai-jax convert {checkpoint.source} model.gguf"
         )
     run = dataclasses.replace(run, weights="packed", draft=False)
     recipe = recipes.recipe(format)

@@ -131,12 +131,13 @@ def below_each_other(checkpoint: Checkpoint, whole: str, *parts: str) -> Checkpo
     return dataclasses.replace(checkpoint, tensors=tensors)
 
 
-def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
+def logits(checkpoint: Checkpoint, ids: list[int], adapter: bj.Adapter | None = None) -> np.ndarray:
     """By the reference, without a tokenizer, which folders made here lack."""
     description = architectures.describe(checkpoint)
     plan = load_plans.planned(description, load_plans.resolve(description, bj.RunConfig(impl="reference")))
     tokens, lengths = jnp.array([ids]), jnp.array([len(ids)])
-    return np.asarray(bj.jitted.forward(params.load(plan), tokens, lengths, plan.config)[0][0])
+    weights = params.load(plan).replace(adapter=adapter)
+    return np.asarray(bj.jitted.forward(weights, tokens, lengths, plan.config)[0][0])
 
 
 def comparable(config: bj.ModelConfig) -> bj.ModelConfig:
