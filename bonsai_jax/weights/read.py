@@ -4,8 +4,9 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from pallas_kernels import LayerStack, QTensor, device, formats, qtensor
 
 # Arrays of a model by name, those of layers by kind: fields["layers"]["attention"][group]["o"].
 Fields = dict[str, Any]
+Run = Callable[..., Any]  # _run or _run_alone
 
 
 def read(
@@ -31,8 +33,8 @@ def read(
     and, where it is loaded, those of its draft layer.
 
     progress   called with bytes read so far and in all
-    threads    stacks that are made at once: their programs are compiled side by side, and each needs the
-               memory of one layer more
+    threads    stacks that are made at once: their programs are compiled and their parts of the file are read
+               side by side, and each needs the memory of one layer more
     An optional array that the file lacks is not among them. Arrays that join several stacks (q, k and v) are
     tuples.
     """
@@ -51,7 +53,8 @@ def read(
         fields = no_fields(model.config)
         models.append(fields)
         with _each(threads) as each:
-            stacks = each(functools.partial(_stack, placement=model.placement), model.stacks)
+            run = _run_alone if threads > 1 else _run
+            stacks = each(functools.partial(_stack, placement=model.placement, run=run), model.stacks)
             for stack, made in zip(model.stacks, stacks, strict=True):
                 put(fields, stack, made)
                 note(made, stack.tensors)
@@ -93,20 +96,20 @@ def blocks(tensor: Source | RandomTensor) -> jax.Array:
     return jnp.asarray((Drawn(tensor) if isinstance(tensor, RandomTensor) else tensor).data)
 
 
-def _stack(stack: Stack, placement: Placement) -> LayerStack | QTensor:
+def _stack(stack: Stack, placement: Placement, run: Run) -> LayerStack | QTensor:
     """The matrices of all layers; the one matrix, if it belongs to no layer."""
     parts: list[QTensor | qtensor.Rows] = []
     for part in stack.parts:
         pieces = []
         for piece in part:
-            pieces.append(_matrices(piece, placement, stacked=stack.kind is not None))
+            pieces.append(_matrices(piece, placement, run, stacked=stack.kind is not None))
         if stack.kind is None:
             return pieces[0]
         parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
     return LayerStack(tuple(parts), stack.where)
 
 
-def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
+def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) -> QTensor:
     """A stack of matrices, or one matrix. A layer that is not copied as it is in the file is written into its
     place in a donated array, so that at most one layer exists twice."""
     matrix = piece.matrix
@@ -124,14 +127,33 @@ def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
             else placement.blocks(t, None if member.given_whole else member.share)
             for member, t in layer
         )
-        given = device.sent(given)
-        if stacked:
-            made = placement.zeros(recipe, given, len(piece.layers)) if index == 0 else made
-            # Waited for, so that nothing else gets the memory of what it is made of.
-            made = jax.block_until_ready(placement.placed(recipe, made, given, index))
-        else:
-            made = jax.block_until_ready(placement.made(recipe, given))
+        if not stacked:
+            made = run(Placement.made, (placement, recipe), given)
+            continue
+        made = placement.zeros(recipe, given, len(piece.layers)) if index == 0 else made
+        made = run(Placement.placed, (placement, recipe), made, given, np.int32(index))
     return made.replace(rotation=jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation))
+
+
+def _run(function: Any, static: tuple, *arguments: Any) -> Any:
+    """function(*static, *arguments), of a jitted function."""
+    return function(*static, *arguments)
+
+
+_ALONE = threading.Lock()
+_programs: dict[Hashable, jax.stages.Compiled] = {}  # those of `_run_alone`
+
+
+def _run_alone(function: Any, static: tuple, *arguments: Any) -> Any:
+    """The same, for several threads: programs are compiled side by side, but what one is given is sent, and
+    it is run to its end, before another's is (device.sent says why)."""
+    leaves, structure = jax.tree.flatten(arguments)
+    key = function, static, structure, *((leaf.shape, leaf.dtype) for leaf in leaves), device.in_use()
+    program = _programs.get(key)
+    if program is None:
+        program = _programs[key] = function.lower(*static, *arguments).compile()
+    with _ALONE:
+        return jax.block_until_ready(program(*device.sent(arguments)))
 
 
 def _released(tensors: Sequence[Source]) -> Iterator[np.ndarray]:

@@ -16,11 +16,12 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
+from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import drawing
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
-from pallas_kernels import dequantize, formats, from_blocks
+from pallas_kernels import dequantize, device, formats, from_blocks
 from pallas_kernels.qtensor import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -340,3 +341,15 @@ def test_synthetic_weights_have_the_logits_that_they_promise():
         model = bj.load(source, bj.RunConfig(impl="reference", weights="packed"))
         scores = bj.logits(model, np.random.default_rng(2).integers(0, 512, 64).tolist())
         assert scores.std() >= 2 and jax.numpy.isfinite(scores).all()
+
+
+@pytest.mark.parametrize("source", ["synth:tiny-qwen3moe:q4_k_m", "synth:tiny-qwen35:q1_0"])
+def test_threads_that_load_a_gpu_s_layout_make_the_same_arrays(source, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    run = bj.RunConfig(weights="packed")
+    plan = load_plans.plan(architectures.describe(open_checkpoint(source)), run)
+    one, eight = network_params.load(plan), network_params.load(plan, threads=8)
+    assert jax.tree.structure(one) == jax.tree.structure(eight)
+    assert any(part.tiled for part in one.layers["attention"][0].o.parts)
+    for own, other in zip(jax.tree.leaves(one), jax.tree.leaves(eight), strict=True):
+        np.testing.assert_array_equal(own, other)

@@ -132,20 +132,23 @@ async def _update_beside_an_answer(engine: bj.Engine, params: Params) -> int:
     return version
 
 
-def test_200_requests_under_20_updates():
+@pytest.mark.parametrize(
+    ("requests", "updates"), [(200, 20), pytest.param(1000, 50, marks=pytest.mark.slow)], ids=str
+)
+def test_requests_under_updates(requests, updates):
     """Rows and pages are too few for all that run. Every token of every answer is that of its weights, which
     read all tokens before it; so an answer of one version is a fresh engine's."""
     rng = np.random.default_rng(0)
-    ids = [prompt(int(rng.integers(1, 41)), i % 60) for i in range(200)]
-    greedy = [i % 4 != 0 for i in range(200)]
-    new = rng.integers(1, 17, 200).tolist()
+    ids = [prompt(int(rng.integers(1, 41)), i % 60) for i in range(requests)]
+    greedy = [i % 4 != 0 for i in range(requests)]
+    new = rng.integers(1, 17, requests).tolist()
     with engine_with(0) as engine:
         handles = [
             engine.submit(p, GREEDY if g else SAMPLED, max_new_tokens=n, **HOW)
             for p, g, n in zip(ids, greedy, new, strict=True)
         ]
-        for update in range(20):
-            handles[update * 10].result(60)
+        for update in range(updates):
+            handles[update * requests // updates // 2].result(60)
             assert engine.update_params(weights(update + 1), restart=True) == update + 1
         outputs = [handle.result(60) for handle in handles]
         assert_all_pages_are_back(engine)
