@@ -11,7 +11,6 @@ from bonsai_jax.cli import options
 from bonsai_jax.cli.chat.backend import Message, Part, Question
 from bonsai_jax.cli.figures import CompileClock, Figures, summary
 from bonsai_jax.progress import notice
-from bonsai_jax.tokens import departures
 from bonsai_jax.tokens.answer_parser import Harmony, Tags, answer_parser
 
 if TYPE_CHECKING:
@@ -153,6 +152,8 @@ class Local:
     def places(self, question: Question, first: int) -> tuple[int, ...]:
         """Where later prompts will part ways with that of the messages from this one on, in tokens
         (tokens/departures.py)."""
+        from bonsai_jax.tokens import departures  # here: `--help` waits for no tokenizer
+
         variables = options.template_variables(question.think)
         shown, tokenizer = question.with_system(first), self.engine.model.tokenizer
         _, places = departures.encode_chat(tokenizer, shown, **variables)
