@@ -96,6 +96,7 @@ def _attention(config: ModelConfig) -> dict[str, Sequence[Any]]:
     by_layer = [next((h for h in layer.halves if h.kind == "attention"), None) for layer in config.layers]
     local, wide = windowed or main, full or main
     scale = main.scale or main.head_dim**-0.5
+    scalar = float(round(scale**-2, 4))
     made: dict[str, Sequence[Any]] = {
         "num_attention_heads": [main.num_heads],
         "num_key_value_heads": [local.num_kv_heads],
@@ -106,7 +107,7 @@ def _attention(config: ModelConfig) -> dict[str, Sequence[Any]]:
         "attention_k_eq_v": [any(a is not None and a.keys_as_values for a in by_layer)],
         "num_kv_shared_layers": [sum(a is not None and a.reads is not None for a in by_layer)],
         "attention_multiplier": [scale],
-        "query_pre_attn_scalar": [round(scale**-2, 4)],
+        "query_pre_attn_scalar": [int(scalar) if scalar.is_integer() else scalar],
         "attn_logit_softcapping": [main.softcap],
         **_same(HEAD, local.head_dim),
     }

@@ -52,6 +52,8 @@ def keys(config: ModelConfig, description: Description, module: ModuleType) -> d
     made: dict[str, Any] = {}
     if "q_bias" in present | optional:
         made["attention_bias"] = "q_bias" in present
+    if "o_bias" in optional:
+        made["attention_out_bias"] = "o_bias" in present
     if norms := optional & {"q_norm", "q_head_norms"}:
         made["use_qk_norm"] = not norms.isdisjoint(present)
     if config.layer_vector:
@@ -59,7 +61,7 @@ def keys(config: ModelConfig, description: Description, module: ModuleType) -> d
     halves = [half for layer in config.layers for half in layer.halves]
     latent = next((half for half in halves if half.kind == "latent_attention"), None)
     if latent is not None:
-        made["num_key_value_heads"] = latent.num_heads
+        made |= {"num_key_value_heads": latent.num_heads, "q_lora_rank": None}
     mixers = [mixer for layer in config.layers for mixer in layer.mixers]
     is_plain = len(mixers) == config.num_layers and all(mixer.kind == "attention" for mixer in mixers)
     if is_plain and all(mixer.window is None for mixer in mixers):
