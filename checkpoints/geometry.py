@@ -66,8 +66,10 @@ FORMAT_BY_ID = {g.id: name for name, g in GEOMETRY.items() if g.id not in (SHARE
 
 
 def tensor_nbytes(format: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this shape, whose last dimension is a multiple of the format's block."""
-    blocks = shape[-1] // GEOMETRY[format].weights
-    for dim in shape[:-1]:
+    """Bytes of a tensor of this shape, whose last dimension is a multiple of the format's block; of one value
+    where the shape has none."""
+    *rows, columns = shape or (1,)
+    blocks = columns // GEOMETRY[format].weights
+    for dim in rows:
         blocks *= dim
     return blocks * GEOMETRY[format].bytes

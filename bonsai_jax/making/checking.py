@@ -37,8 +37,9 @@ def new(path: Path, naming: Any, metadata: Mapping[str, Any], made: Sequence[Tar
     tensors = {}
     for tensor in (target.tensor for target in made):
         geometry = GEOMETRY["i8" if tensor.format == "u8" else tensor.format]
-        shape = (*tensor.shape[:-1], tensor.shape[-1] // geometry.weights * geometry.bytes)
-        empty = np.broadcast_to(np.uint8(0), shape)
+        *rows, columns = tensor.shape or (1,)
+        shape = (*rows, columns // geometry.weights * geometry.bytes)
+        empty = np.broadcast_to(np.zeros(shape[-1], np.uint8), shape)
         tensors[tensor.name] = Tensor(tensor.name, tensor.format, tensor.shape, empty)
     joined = microscaled(tensors) if naming == "huggingface" else tensors
     return Checkpoint(str(path), naming, metadata, joined)

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.making import checking, folder_keys, gguf_keys, key_search, stretched
+from bonsai_jax.making import checking, folder_keys, gguf_keys, key_search, stretched, transformers_keys
 from bonsai_jax.making.quantizing import VERSION, Change, Progress, check_new
-from bonsai_jax.making.targets import Plan, Target, array, scaled_copy, targets
+from bonsai_jax.making.targets import Plan, Target, array, scaled_copy, small_tensor, targets
 from bonsai_jax.network import architectures
 from bonsai_jax.tokens import tokenizer_to_gguf, tokenizer_to_huggingface
 from bonsai_jax.weights import keys
@@ -30,6 +30,7 @@ from checkpoints import Checkpoint, CheckpointError, open_checkpoint, write_fold
 
 FORMATS = ("auto", "f16", "bf16", "f32", "q8_0")
 FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}  # general.file_type
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # of config.json
 DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 
 
@@ -133,6 +134,8 @@ def _to_folder(
     shapes = _shapes(description, "huggingface")
     model_type = architectures.stored_name(_name(module), "huggingface", model)
     offers = {"model_type": [model_type], **folder_keys.offers(model)}
+    arrays = folder_keys.arrays(model)
+    shapes |= {name: small_tensor(name, values) for name, values in arrays.items()}
 
     def read(metadata: Mapping[str, Any]) -> ModelConfig:
         return key_search.in_order(module.config_from_huggingface(metadata, shapes), model)
@@ -148,14 +151,19 @@ def _to_folder(
     experts_in = getattr(module, "EXPERTS_IN", None)
     plan = Plan(description, after, "huggingface", format, progress, experts_in)
     made = targets(plan)
+    made += [array(plan, name, values) for name, values in arrays.items()]
     files = tokenizer_to_huggingface.files(checkpoint.metadata)
-    ids = {key: value for key, value in files["generation_config.json"].items() if key.endswith("_token_id")}
+    # transformers has ids of its own where a key is left out, which may lie beyond the vocabulary.
+    ids = {key: files["generation_config.json"].get(key) for key in IDS}
     fields = {spec.field for spec, by_layer in description.tensors.items() if by_layer}
     config |= {"vocab_size": model.vocab_size, "tie_word_embeddings": "head" not in fields, **ids}
     if any(target.tensor.format == "u8" for target in made):
         config["quantization_config"] = {"quant_method": "mxfp4"}
-    config |= {"torch_dtype": DTYPES[plan.usual]} | ({"attention_bias": True} if "q_bias" in fields else {})
-    files["config.json"] = {"model_type": model_type, **config}
+    config |= {"torch_dtype": DTYPES[plan.usual]}
+    beside = transformers_keys.keys(model, description, module)
+    if (classes := transformers_keys.architectures(model_type)) is not None:
+        beside = {"architectures": classes} | beside
+    files["config.json"] = {"model_type": model_type, **beside, **config}
     new = checking.new(path, "huggingface", files["config.json"], made)
     architectures.describe(new)
     checking.check_unchanged(checkpoint, module, new, made)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.making.gguf_keys import attentions, period, widths
+from bonsai_jax.making.gguf_keys import attentions, period, unprefixed, widths
 from bonsai_jax.network.rope import Rope, yarn_mscale
 from pallas_kernels.activations import GELU, GELU_TANH, RELU_SQUARED, SILU
 
@@ -39,6 +39,17 @@ def offers(config: ModelConfig) -> dict[str, Sequence[Any]]:
         **_latent(config),
         **_experts(config),
         **_recurrent(config),
+    }
+
+
+def arrays(config: ModelConfig) -> dict[str, np.ndarray]:
+    """Small tensors by name that GGUF files have as keys: xIELU's parameters."""
+    shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+    by_name = {key.removeprefix("xielu."): values[0] for key, values in unprefixed(config).items()}
+    return {
+        f"model.layers.{number}.mlp.act_fn.{name}": np.reshape(value, shapes[name])
+        for name, values in by_name.items()
+        for number, value in enumerate(values)
     }
 
 
@@ -85,6 +96,7 @@ def _attention(config: ModelConfig) -> dict[str, Sequence[Any]]:
     by_layer = [next((h for h in layer.halves if h.kind == "attention"), None) for layer in config.layers]
     local, wide = windowed or main, full or main
     scale = main.scale or main.head_dim**-0.5
+    scalar = float(round(scale**-2, 4))
     made: dict[str, Sequence[Any]] = {
         "num_attention_heads": [main.num_heads],
         "num_key_value_heads": [local.num_kv_heads],
@@ -95,7 +107,7 @@ def _attention(config: ModelConfig) -> dict[str, Sequence[Any]]:
         "attention_k_eq_v": [any(a is not None and a.keys_as_values for a in by_layer)],
         "num_kv_shared_layers": [sum(a is not None and a.reads is not None for a in by_layer)],
         "attention_multiplier": [scale],
-        "query_pre_attn_scalar": [round(scale**-2, 4)],
+        "query_pre_attn_scalar": [int(scalar) if scalar.is_integer() else scalar],
         "attn_logit_softcapping": [main.softcap],
         **_same(HEAD, local.head_dim),
     }
@@ -207,8 +219,9 @@ def _latent(config: ModelConfig) -> dict[str, Sequence[Any]]:
 
 def _experts(config: ModelConfig) -> dict[str, Sequence[Any]]:
     experts = config.experts
-    if experts is None:
-        return {}
+    if experts is None:  # Granite's feed-forward is a shared expert
+        width = None if config.mlp is None else config.mlp.ffn
+        return {"num_local_experts": [0], "shared_intermediate_size": [width]}
     sparse = config.layers_with("experts")
     is_sparse = [number in sparse for number in range(config.num_layers)]
     limits = experts.activation.constants
@@ -220,6 +233,7 @@ def _experts(config: ModelConfig) -> dict[str, Sequence[Any]]:
         **_same(DENSE_FIRST, sparse[0]),
         "moe_intermediate_size": [experts.ffn],
         "expert_intermediate_size": [None],
+        "num_nextn_predict_layers": [0],
         "enable_moe_block": [True],
         "norm_topk_prob": [experts.normalized],
         "routed_scaling_factor": [experts.scale],

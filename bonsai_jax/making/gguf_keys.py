@@ -172,7 +172,8 @@ def _latent_attention(config: ModelConfig) -> dict[str, Sequence[Any]]:
     if rope.scaling == "yarn":  # scores have the square of a factor in place of the cosines
         factor = math.sqrt(latent.scale * math.sqrt(keys)) / rope.mscale
         made["rope.scaling.attn_factor"] = [None if math.isclose(rope.mscale, 1) else rope.mscale]
-        made["rope.scaling.yarn_log_multiplier"] = [(factor - 1) / (yarn_mscale(rope.factor) - 1) / 10]
+        multiplier = (factor - 1) / (yarn_mscale(rope.factor) - 1) / 10
+        made["rope.scaling.yarn_log_multiplier"] = [multiplier if multiplier > 0 else None]
     return made
 
 

@@ -169,7 +169,13 @@ def _is_part(source: Source) -> bool:
 
 def array(plan: Plan, name: str, values: np.ndarray) -> Target:
     """A small array of the new file that the old one says otherwise."""
-    return Target(_whole(plan, Tensor(name, "f32", values.shape, values.view(np.uint8))), (), "f32")
+    return Target(_whole(plan, small_tensor(name, values)), (), "f32")
+
+
+def small_tensor(name: str, values: np.ndarray) -> Tensor:
+    """A float32 array as a file has it."""
+    rows = values.reshape(*values.shape[:-1], -1)  # a single value has no axis
+    return Tensor(name, "f32", values.shape, rows.view(np.uint8))
 
 
 def scaled_copy(plan: Plan, field: str, name: str, factor: float) -> Target:

@@ -15,10 +15,13 @@ MODELS = "ERNIE 4.5 21B-A3B and 300B-A47B"
 TENSORS = (
     *llama.TENSORS,
     *tensors("experts", "norm", "router", "gate", "up", "down"),
-    *tensors(
-        "experts",
-        choice_bias=("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
-        optional=True,
+    *(
+        dataclasses.replace(spec, huggingface_shape=(1, *spec.shape))
+        for spec in tensors(
+            "experts",
+            choice_bias=("exp_probs_b.bias", "mlp.moe_statics.e_score_correction_bias"),
+            optional=True,
+        )
     ),
     *tensors(
         "experts",

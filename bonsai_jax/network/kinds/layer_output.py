@@ -56,7 +56,7 @@ TENSORS = {
         Spec("gate", "inp_gate.weight", "per_layer_input_gate.weight", ("vector", "hidden")),
         Spec("proj", "proj.weight", "per_layer_projection.weight", ("hidden", "vector")),
         Spec("post_norm", "post_norm.weight", "post_per_layer_input_norm.weight", ("vectors", "hidden"),
-             plain=True),
+             plain=True, gguf_shape=("hidden",), huggingface_shape=("hidden",)),
         Spec("scale", "layer_output_scale.weight", "layer_scalar", ("scales",)),
     )
 }  # fmt: skip
