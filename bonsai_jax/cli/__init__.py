@@ -1,6 +1,5 @@
 """The command line, one module per command. Heavy packages are imported when a command needs them."""
 
-import contextlib
 import gc
 import io
 import os
@@ -136,11 +135,12 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if not end.code:
-            raise
-        # Python's own shutdown would abort the process if one of XLA's threads, still running a step,
-        # released a Python object.
-        with contextlib.suppress(OSError):  # a full disk, which was reported
+        try:
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(0 if end.code == UNREAD else int(end.code))
+        except OSError:  # a full disk: reported, unless this is its first sign
+            if not end.code:
+                raise end from None
+        # Python's own shutdown would abort the process if one of XLA's threads, still running a step,
+        # released a Python object.
+        os._exit(0 if end.code == UNREAD else int(end.code or 0))
