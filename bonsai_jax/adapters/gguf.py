@@ -14,6 +14,7 @@ import numpy as np
 from bonsai_jax.adapters.contents import Contents, Pair
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import architectures
+from bonsai_jax.weights.metadata import short
 from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, from_blocks
 
@@ -25,10 +26,10 @@ def read(path: Path, config: ModelConfig) -> Contents:
     """Raises CheckpointError for a file that is no adapter, is broken, or is of another architecture."""
     checkpoint = open_checkpoint(path)
     metadata = checkpoint.metadata
-    if metadata.get("general.type") != "adapter":
+    kind = metadata.get("general.type")
+    if not isinstance(kind, str) or kind != "adapter":
         raise CheckpointError(
-            f"{path}: general.type is {metadata.get('general.type')!r}, not 'adapter': this is a model; "
-            "open it with bj.load"
+            f"{path}: general.type is {short(kind)}, not 'adapter': this is a model; open it with bj.load"
         )
     if metadata.get("adapter.type") != "lora":
         raise NotImplementedError(

@@ -217,6 +217,7 @@ def talk(*answers: str) -> Conversation:
     engine = SimpleNamespace(
         model=model,
         options=SimpleNamespace(speculate=None),
+        saves_states=False,
         submit=lambda *_, **__: Answer(drawn(left.pop(0))),
     )
     return Conversation(Local(engine), bj.SamplingParams())  # type: ignore[arg-type]

@@ -105,7 +105,7 @@ def ctrl_c_in_an_answer_in_a_narrower_window(window):
     send(window, "Hi", r"\A> Hi\n.*\S")
     window.resize(50)
     window.type(CTRL_C)
-    window.wait(r"^stopped, .*\d\s+tokens,\s+context")
+    window.wait(r"^stopped, .*\d\s+tokens?,\s+context")
     window.go_on()
     send(window, "/save stopped.json", "^stopped.json: 2 messages$")
     question, answer = messages(window.folder / "stopped.json")

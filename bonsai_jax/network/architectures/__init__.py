@@ -161,7 +161,8 @@ def config_of(checkpoint: Checkpoint) -> ModelConfig:
 
 def module_of(checkpoint: Checkpoint) -> ModuleType:
     """The module of a checkpoint's architecture. Raises as `describe`."""
-    if checkpoint.metadata.get("general.type") == "adapter":
+    kind = checkpoint.metadata.get("general.type")
+    if isinstance(kind, str) and kind == "adapter":
         raise CheckpointError(
             f"{checkpoint.source}: this is an adapter; load its model, and put the adapter beside it: "
             "--lora FILE, or bj.load(..., lora=FILE)"
