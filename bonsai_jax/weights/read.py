@@ -25,6 +25,9 @@ from pallas_kernels import LayerStack, QTensor, device, formats, qtensor
 Fields = dict[str, Any]
 Run = Callable[..., Any]  # _run or _run_alone
 
+_ALONE = threading.Lock()  # held by the thread whose program runs
+_programs: dict[Hashable, jax.stages.Compiled] = {}  # those of `_run_alone`
+
 
 def read(
     plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None, threads: int = 1
@@ -130,7 +133,9 @@ def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) ->
         if not stacked:
             made = run(Placement.made, (placement, recipe), given)
             continue
-        made = placement.zeros(recipe, given, len(piece.layers)) if index == 0 else made
+        if index == 0:
+            with _ALONE:
+                made = jax.block_until_ready(placement.zeros(recipe, given, len(piece.layers)))
         made = run(Placement.placed, (placement, recipe), made, given, np.int32(index))
     return made.replace(rotation=jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation))
 
@@ -138,10 +143,6 @@ def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) ->
 def _run(function: Any, static: tuple, *arguments: Any) -> Any:
     """function(*static, *arguments), of a jitted function."""
     return function(*static, *arguments)
-
-
-_ALONE = threading.Lock()
-_programs: dict[Hashable, jax.stages.Compiled] = {}  # those of `_run_alone`
 
 
 def _run_alone(function: Any, static: tuple, *arguments: Any) -> Any:
