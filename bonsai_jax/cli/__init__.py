@@ -141,6 +141,8 @@ def main() -> None:
         except OSError:  # a full disk: reported, unless this is its first sign
             if not end.code:
                 raise end from None
+        if not end.code and "jax" in sys.modules and sys.modules["jax"].distributed.is_initialized():
+            sys.modules["jax"].distributed.shutdown()  # waits for the other processes, which need this one
         # Python's own shutdown would abort the process if one of XLA's threads, still running a step,
         # released a Python object.
         os._exit(0 if end.code == UNREAD else int(end.code or 0))
