@@ -390,7 +390,7 @@ def test_tiles_are_split_at_their_borders(format):
                     tensors={spec: {first[spec]: t} for spec, t in zip(specs, tensors, strict=True)},
                 )
                 (stack,) = load_plans.planned(alone, run, placement).stacks
-                tiles.append(reading._matrices(*stack.pieces, placement, stacked=False))
+                tiles.append(reading._matrices(*stack.pieces, placement, reading._run, stacked=False))
         return [np.asarray(from_file(d)) for d in data], tiles
 
     def shares(w: QTensor) -> list[np.ndarray]:
