@@ -42,6 +42,7 @@ from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.sampling_params import SamplingParams, seeded
 from bonsai_jax.weights import memory
+from pallas_kernels.device import for_threads
 
 MOST_ANSWERS = 4096  # of one request
 MOST_BIASES = 65536  # of one request; each row of the batch has room for them
@@ -135,7 +136,7 @@ class Engine:
         self._arriving = 0  # requests that are being made ready
         self._broken: Exception | None = None
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="bonsai-jax engine", daemon=True)
+        self._thread = threading.Thread(target=for_threads(self._run), name="bonsai-jax engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # the thread must end before Python does
 

@@ -37,7 +37,7 @@ from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import memory, placement
-from pallas_kernels.device import in_use, platform
+from pallas_kernels.device import for_threads, in_use, platform
 
 # XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
 # WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
@@ -369,7 +369,7 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        return Dispatch(self._thread.submit(run), started)
+        return Dispatch(self._thread.submit(for_threads(run)), started)
 
     def catch_up(self) -> None:
         """Finish all dispatches, where there is no thread that does."""

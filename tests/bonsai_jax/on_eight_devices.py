@@ -75,6 +75,20 @@ def test_each_device_of_a_mesh_of_data_has_the_whole_adapter():
             assert_same([handle.result(timeout_s=120).tokens for handle in handles], texts)
 
 
+def test_an_engine_stays_on_the_default_device():
+    """Its threads have jax.default_device of who made it; else each step would copy weights and pool."""
+    second = jax.devices()[1]
+    with jax.default_device(second):
+        model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=64))
+        with bj.Engine(model, max_batch_size=2) as engine:
+            own = engine.submit("Hi", bj.SamplingParams(0.0), max_new_tokens=4).result(60).tokens
+            pool = engine._loop.runner._pool
+            where = {device for leaf in jax.tree.leaves((model.params, pool)) for device in leaf.devices()}
+    assert where == {second}
+    model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=64))
+    assert bj.generate(model, "Hi", sampling=bj.SamplingParams(0.0), max_new_tokens=4)[0].tokens == own
+
+
 def test_adapters_are_refused_where_devices_share_matrices():
     model = load("tiny-llama:q8_0", "packed", bj.make_mesh(1, 2))
     with pytest.raises(NotImplementedError, match='adapters over a mesh with an axis "model"'):
