@@ -22,7 +22,7 @@ from bonsai_jax.weights.metadata import short
 
 type Offers = Mapping[str, Sequence[Any]]
 MOST_TRIES = 4000
-CLOSE = 1e-6  # of two floats, of which one was stored in 32 bits
+CLOSE = 1e-6  # two floats this close are equal: one of them was stored in 32 bits
 # Fields that say how a file is written, and nothing about the model.
 ASIDE = ("architecture", "skipped", "draft", "divided")
 

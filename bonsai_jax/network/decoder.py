@@ -232,7 +232,7 @@ def _first(carry_and_read: tuple[tuple, Any]) -> tuple[jax.Array, Any]:
 
 
 def _first_layers(runs: Iterable[Run], count: int) -> Iterator[Run]:
-    """The runs of the first so many layers."""
+    """The runs of the first `count` layers."""
     for run in runs:
         layers = min(run.period * run.turns, count - run.start)
         turns, rest = divmod(max(0, layers), run.period)
