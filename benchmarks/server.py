@@ -48,6 +48,7 @@ PATH = "/v1/completions"
 SAMPLING = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 BIASES = 32  # the command line's
 TIME_S = 1800  # in which a server is ready
+GPUS = "CUDA_VISIBLE_DEVICES"  # of two of them the server has the first, and the Engine the second
 IDLE_S = 2.0  # a server that takes less than a tenth of a core for so long has nothing left to compile
 
 
@@ -78,7 +79,8 @@ class Place:
 @contextlib.contextmanager
 def started(command: list[str], ready: str) -> Iterator[Place]:
     """A server's process, once a line of its output begins with `ready`. Another line ends with its URL."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {GPUS: os.environ[GPUS].split(",")[0]} if GPUS in os.environ else None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             url, begun = "", time.monotonic()
@@ -168,6 +170,8 @@ class InEngine:
 
 def engine(o: argparse.Namespace) -> bj.Engine:
     """As the server's, with every program compiled."""
+    if GPUS in os.environ:  # jax has not looked yet
+        os.environ[GPUS] = os.environ[GPUS].split(",")[-1]
     compile_cache.use_programs()
     model = bj.load(o.model, bj.RunConfig(context=o.prompt + o.new, batch_size=max(o.clients)))
     made = bj.Engine(model, logprobs=MOST_LOGPROBS, logit_biases=BIASES)
@@ -231,6 +235,7 @@ def main() -> None:
     parser.add_argument("-n", "--new", type=int, default=128, help="tokens of each answer")
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     parser.add_argument("--beside-llamacpp", metavar="GGUF", help="a file, or demo: the demo model's")
+    parser.add_argument("--commit", help="for a checkout without history")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--llamacpp", help=argparse.SUPPRESS)
     o = parser.parse_args()
@@ -247,7 +252,7 @@ def main() -> None:
         places[0].wait_until_idle()
         for count in o.clients:
             for row in measured(count, o, inside, clients, places):
-                line = json.dumps({**bench.origin(), "what": "server", "model": o.model, **row})
+                line = json.dumps({**bench.origin(o.commit), "what": "server", "model": o.model, **row})
                 print(line, flush=True)
                 if o.record:
                     record(line)

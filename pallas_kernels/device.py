@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -88,17 +87,6 @@ def wake() -> None:
 
     if used.platform == "gpu":
         threading.Thread(target=work, name="bonsai-jax wakes the GPU", daemon=True).start()
-
-
-def sent(values: Any) -> Any:
-    """The arrays of a tree, on the device, once they are there; on a CPU, which reads NumPy's where they are,
-    as they are.
-
-    It seems that XLA may begin a program on a GPU before the copy of an argument from the host has ended,
-    while other threads run programs (ROCm/xla pull request 964 describes how): one of ten loads of a model
-    had wrong weights. So arguments that come from the host are waited for.
-    """
-    return values if platform() == "cpu" else jax.block_until_ready(jax.device_put(values))
 
 
 def for_threads[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from bonsai_jax.constraints.compiled import Matcher
 
 THREADS = 4, 16  # at least, so that a few slow masks do not hold up others, and at most
+# One thread makes 32 usual masks in this time; several would wait for each other, as they share the GIL.
+ALONE_S = 0.0005
 Then = Callable[[Exception | None], None]
 Work = tuple[int, Matcher, Then]
 
@@ -52,18 +54,25 @@ class Masks:
         with self._changed:
             self._running.update(number for number, *_ in new)
         self._todo.extend(new)
-        for _ in range(min(self._most, len(new))):
-            self._threads.submit(self._find)
+        self._threads.submit(self._find)
 
     def collect(self, wait_s: float) -> None:
         """Call `then` of the answers whose masks are made. It waits for others until wait_s after it first
-        met them."""
+        met them, and has more threads make them if one is not soon done."""
+        made = lambda: self._running <= self._late  # noqa: E731
         with self._changed:
-            if not self._changed.wait_for(lambda: self._running <= self._late, wait_s):
-                self._late = set(self._running)
+            if not self._changed.wait_for(made, min(ALONE_S, wait_s)):
+                self._share()
+                if not self._changed.wait_for(made, max(0.0, wait_s - ALONE_S)):
+                    self._late = set(self._running)
             done, self._done = self._done, []
         for then, error in done:
             then(error)
+
+    def _share(self) -> None:
+        assert self._threads is not None
+        for _ in range(min(self._most - 1, len(self._todo))):
+            self._threads.submit(self._find)
 
     def wait(self, wait_s: float) -> None:
         """Wait for a mask, but no longer than this."""

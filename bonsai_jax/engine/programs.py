@@ -71,9 +71,8 @@ class Call:
     def placed(self, mesh: jax.sharding.Mesh | None) -> Sequence[Any]:
         """Its arrays, where the program wants them."""
         if mesh is None:
-            return device.sent(self.arrays)
-        placed = [a if a is None else parallel.place_rows(a, mesh) for a in self.arrays]
-        return jax.block_until_ready(placed)
+            return self.arrays
+        return [a if a is None else parallel.place_rows(a, mesh) for a in self.arrays]
 
 
 class Programs:
@@ -124,6 +123,10 @@ class Programs:
                     self._made(call)
 
         return self._threads.submit(work)
+
+    def has(self, call: Call) -> bool:
+        """Whether the program of a call was called before."""
+        return call.program in self._called
 
     def get(self, call: Call) -> jax.stages.Compiled:
         """The program of a call, to be called with its arrays: after waiting for it, if a thread compiles it,

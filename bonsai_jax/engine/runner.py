@@ -110,6 +110,8 @@ class Runner:
         self._thread = (
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
+        self._last: concurrent.futures.Future[list[Any]] | None = None  # dispatch in that thread
+        self._returns_at_once = threaded and model.mesh is None and platform() == "gpu"
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
             machine.reserve(pool_bytes(model, options), [in_use()])
@@ -353,8 +355,12 @@ class Runner:
         jax.block_until_ready(self._pool)
         machine.release_memory()
 
-    def dispatch(self, call: Call) -> Dispatch:
-        """Run the call, after all calls before."""
+    def dispatch(self, call: Call, *, at_once: bool = False) -> Dispatch:
+        """Run the call, after all calls before.
+
+        at_once   in this thread, which else does its own work first, as threads share the GIL; only where a
+                  dispatch does not wait for the device, or for a program to be compiled
+        """
         started, params = threading.Event(), self.model.params
 
         def run():
@@ -369,7 +375,15 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        return Dispatch(self._thread.submit(for_threads(run)), started)
+        if at_once and self._returns_at_once and self._programs(call).has(call):
+            if self._last is not None:
+                concurrent.futures.wait([self._last])
+            thread = Caller()
+            drawn = thread.submit(run)
+            thread.catch_up()
+            return Dispatch(drawn, started)
+        self._last = self._thread.submit(for_threads(run))
+        return Dispatch(self._last, started)
 
     def catch_up(self) -> None:
         """Finish all dispatches, where there is no thread that does."""

@@ -44,7 +44,6 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import placement
-from pallas_kernels import device
 
 BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as many are produced
 WARMUP_STEPS = 8  # decode loops of any length are one program, so a short one warms it up
@@ -174,7 +173,7 @@ class Test:
     def run(self, warm: bool = False) -> float:
         """Tokens per second of one repetition."""
         rows = self.rows * self.data
-        steps = device.sent(np.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens))
+        steps = np.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
         self._rewind()
         began = time.perf_counter()
         if self.kind == "pp":

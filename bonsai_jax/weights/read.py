@@ -147,14 +147,18 @@ def _run(function: Any, static: tuple, *arguments: Any) -> Any:
 
 def _run_alone(function: Any, static: tuple, *arguments: Any) -> Any:
     """The same, for several threads: programs are compiled side by side, but what one is given is sent, and
-    it is run to its end, before another's is (device.sent says why)."""
+    it is run to its end, before another's is. It seems that XLA may begin a program on a GPU before the copy
+    of an argument from the host has ended, while other threads run programs (ROCm/xla pull request 964
+    describes how): one of ten loads of a model had wrong weights."""
     leaves, structure = jax.tree.flatten(arguments)
     key = function, static, structure, *((leaf.shape, leaf.dtype) for leaf in leaves), device.in_use()
     program = _programs.get(key)
     if program is None:
         program = _programs[key] = function.lower(*static, *arguments).compile()
     with _ALONE:
-        return jax.block_until_ready(program(*device.sent(arguments)))
+        if device.platform() != "cpu":  # which reads NumPy's arrays where they are
+            arguments = jax.block_until_ready(jax.device_put(arguments))
+        return jax.block_until_ready(program(*arguments))
 
 
 def _released(tensors: Sequence[Source]) -> Iterator[np.ndarray]:

@@ -9,9 +9,10 @@
            noise, argmax
 
 At least k tokens reach t, one in each of k groups: so the candidates hold the k likeliest tokens, and all
-that are as likely. Where truncation may leave others too, or candidates are more than CANDIDATES, the block
-looks at the whole row, as the definition does: thresholds bit by bit, in up to 65 passes, of which groups
-below the threshold are spared.
+that are as likely. A mask may leave fewer groups: then t is the lowest finite number, and every token that
+can be drawn is a candidate. Where truncation may leave others too, or candidates are more than CANDIDATES,
+the block looks at the whole row, as the definition does: thresholds bit by bit, in up to 65 passes, of which
+groups below the threshold are spared.
 
 Penalties and biases are applied wherever a logit is read: nothing of a row's length is written, and the
 tables of tokens seen are read for rows with penalties only. Sums are made in another order than the
@@ -49,6 +50,7 @@ NEEDED = 128  # groups that are looked for where there is no top-k, or a larger 
 CANDIDATES = THREADS  # one for each thread of a row's block
 AT_A_TIME = 4  # groups that a warp reads at a time
 NEGATIVE_INFINITY, INFINITY = 0x007FFFFF, 0xFF800000  # as `sortable` writes them
+LOWEST_FINITE = NEGATIVE_INFINITY + 1
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
@@ -169,6 +171,8 @@ def _draw(
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
+        t = maximum(t, LOWEST_FINITE)
+        all_listed = t == LOWEST_FINITE  # every group that has a token to draw
         reaching = [(key >= t) & (g < groups) for g, key in zip(own, keys, strict=True)]
         store_group = lambda r, _, place: memory.store(integer(own[r]), groups_smem, place)  # noqa: E731
         count = listed([[reaches] for reaches in reaching], counts_smem, store_group)
@@ -220,12 +224,18 @@ def _draw(
         by_top_k = row.k <= n
         by_top_p = no_top_k & (row.top_p < 1) & (candidates_sum >= target)
         by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(from_ordered(t), peak) < row.min_p)
-        enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
+        enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | all_listed)
         with lanes.when(enough):
             score = select(keep, row.score(value, token, row.at_its_position()), 0)
             store(*block.best(select(peak_key < INFINITY, score, 0), token))
         with lanes.when(~enough):
-            score, token = _among_all(row, block, maxima, peak)
+            with lanes.when(~all_listed):
+                for g in own:
+                    with lanes.when(g < groups):
+                        memory.store(integer(g), groups_smem, g)
+            lanes.block_barrier()
+            look_at = groups_smem, select(all_listed, count, groups)
+            score, token = _among_all(row, block, maxima, peak, *look_at)
             store(select(peak_key < INFINITY, score, 0), token)
 
 
@@ -259,18 +269,19 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
     return lanes.loop(0, count, WARPS * AT_A_TIME, [integer(0)], some)[0]
 
 
-def _among_all(row: Row, block: Block, maxima, peak):
-    """The score and the token drawn among all that truncation leaves of a row, as the definition finds it."""
-    groups, zero = maxima.type.shape[1], integer(0)
+def _among_all(row: Row, block: Block, maxima, peak, groups_smem, count):
+    """The score and the token drawn among all that truncation leaves of the first `count` groups that are
+    listed, as the definition finds it."""
+    zero = integer(0)
 
     def over_tokens(t, carry: list, body, at_a_time: int = AT_A_TIME) -> list:
         """carry = body(values, ids, carry) for every group that reaches t, shared out over warps."""
 
         def some(first, carry):
             numbers = [integer(first + WARPS * r) for r in range(at_a_time)]
-            present = [minimum(group, groups - 1) for group in numbers]
+            present = [memory.load(groups_smem, minimum(number, count - 1)) for number in numbers]
             keys = [sortable(memory.load(maxima, row.row, group)) for group in present]
-            reaches = [(group < groups) & (key >= t) for group, key in zip(numbers, keys, strict=True)]
+            reaches = [(number < count) & (key >= t) for number, key in zip(numbers, keys, strict=True)]
             read = [
                 lanes.choose(ok, lambda group=group: row.read(group), [real(0)] * EACH)
                 for ok, group in zip(reaches, present, strict=True)
@@ -282,7 +293,7 @@ def _among_all(row: Row, block: Block, maxima, peak):
                 carry = lanes.choose(ok, one, carry)
             return carry
 
-        return lanes.loop(lanes.thread() // 32, groups, WARPS * at_a_time, carry, some)
+        return lanes.loop(lanes.thread() // 32, count, WARPS * at_a_time, carry, some)
 
     places = block.place(5)  # two in turn for each threshold, as steps may be left out between them
 

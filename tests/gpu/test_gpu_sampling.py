@@ -57,6 +57,25 @@ def test_the_kernels_draw_what_the_definition_draws(vocabulary, digits, spread):
     assert other <= 2
 
 
+@pytest.mark.parametrize("tokens", [1, 30, 400, 3000])
+def test_a_mask_that_leaves_few_tokens(tokens):
+    """Side by side, as digits are: of fewer groups than a top-k looks for. exp, log and sums differ."""
+    vocabulary, rows, rng = 151669, len(SETTINGS), np.random.default_rng(tokens)
+    bits = np.zeros((rows, -(-vocabulary // 32) * 32), bool)
+    bits[:, 40_000 + rng.permutation(2 * tokens)[:tokens]] = True
+    words = np.packbits(bits, axis=1, bitorder="little").view(np.uint32)
+    r = rules(SETTINGS, vocabulary)._replace(allowed=jnp.asarray(words))
+    keys = jnp.asarray(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32))
+    by = {impl: jax.jit(draw, static_argnames="impl") for impl in ("two_launches", "reference")}
+    other = 0
+    for position in range(50):
+        logits = 3 * jax.random.normal(jax.random.key(position), (rows, vocabulary))
+        drawn, its = (f(logits, r, keys, jnp.full(rows, position), impl=impl)[0] for impl, f in by.items())
+        assert bits[np.arange(rows), np.asarray(drawn)].all()
+        other += int((drawn != its).sum())
+    assert other <= 2
+
+
 @pytest.mark.parametrize("rows", [1, 2, 133, 300])
 def test_a_row_is_drawn_the_same_in_any_batch(rows):
     vocabulary = 32000

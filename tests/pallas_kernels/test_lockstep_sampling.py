@@ -140,6 +140,17 @@ def test_tokens_that_are_allowed():
         assert drawn[1] == np.where(bits[1, :vocabulary], logits[1], -np.inf).argmax()
 
 
+@pytest.mark.parametrize("tokens", [3, 40, 600], ids=["few", "a group's", "more than there is room for"])
+def test_a_mask_leaves_fewer_groups_than_are_looked_for(tokens):
+    """As within JSON: punctuation or digits alone. All are candidates, where there is room."""
+    vocabulary, rng = 3001, np.random.default_rng(tokens)
+    allowed = rng.permutation(700)[:tokens] + 1500  # of six groups of 24
+    logits = np.full((len(ROWS), vocabulary), -np.inf, np.float32)
+    logits[:, allowed] = rng.normal(0, 2, (len(ROWS), tokens))
+    for seed in range(2):
+        assert np.isin(check(logits, rules(ROWS, vocabulary), seed), allowed).all()
+
+
 def test_more_candidates_than_there_is_room_for():
     """Of 600 likeliest ones, in nine groups of which each has more than nine."""
     vocabulary, rows = 1300, [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}]
