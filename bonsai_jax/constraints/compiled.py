@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -102,6 +103,7 @@ class Matcher:
     ends      after these the answer is complete
     complete  nothing may follow but the end
     past_end  the answer goes on as long as it can: tokens that end it are not allowed
+    find_s    CPU time of the last `find`, in seconds
     drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
               goes on, and finds what may come after each
     """
@@ -111,6 +113,7 @@ class Matcher:
         self._bits = np.zeros(tokens.words, np.uint32)
         self.forced: list[int] = []
         self.ends = self.complete = self.past_end = False
+        self.find_s = 0.0
         self.drafts: list[int] = []
         self._after: list[_Next] = []  # of each draft
 
@@ -140,10 +143,14 @@ class Matcher:
     def find(self) -> None:
         """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
         or the constraint has become too large."""
-        if not (self.forced or self.complete):
-            self._find_next()
-        if self.drafts:
-            self._find_along()
+        began = time.thread_time()
+        try:
+            if not (self.forced or self.complete):
+                self._find_next()
+            if self.drafts:
+                self._find_along()
+        finally:
+            self.find_s = time.thread_time() - began
 
     def _find_next(self) -> None:
         self.forced = self._own.compute_ff_tokens()

@@ -1,4 +1,4 @@
-"""Masks of several answers at once, made in threads while the device works."""
+"""Masks of several answers at once, made while the device works: quick ones at once, others in threads."""
 
 import concurrent.futures
 import itertools
@@ -10,8 +10,9 @@ from collections.abc import Callable
 from bonsai_jax.constraints.compiled import Matcher
 
 THREADS = 4, 16  # at least, so that a few slow masks do not hold up others, and at most
-# One thread makes 32 usual masks in this time; several would wait for each other, as they share the GIL.
-ALONE_S = 0.0005
+# CPU time of an answer's last mask up to which the next is made at once: usual ones take 10 us, and threads
+# that share the GIL wait for each other ten times as long.
+QUICK_S = 0.0005
 Then = Callable[[Exception | None], None]
 Work = tuple[int, Matcher, Then]
 
@@ -45,34 +46,34 @@ class Masks:
         self._new.append((next(self._numbers), matcher, then))
 
     def send(self) -> None:
-        """Let threads take what was started."""
+        """Find what was started, or let threads find it where the mask before took long."""
         new, self._new = self._new, []
-        if not new:
-            return
+        quick = [work for work in new if work[1].find_s <= QUICK_S]
+        slow = [work for work in new if work[1].find_s > QUICK_S]
+        if slow:
+            self._send(slow)
+        done = [(then, _error(matcher)) for _, matcher, then in quick]
+        with self._changed:
+            self._done += done
+
+    def _send(self, slow: list[Work]) -> None:
         if self._threads is None:
             self._threads = concurrent.futures.ThreadPoolExecutor(self._most, "bonsai-jax mask")
         with self._changed:
-            self._running.update(number for number, *_ in new)
-        self._todo.extend(new)
-        self._threads.submit(self._find)
+            self._running.update(number for number, *_ in slow)
+        self._todo.extend(slow)
+        for _ in range(min(self._most, len(slow))):
+            self._threads.submit(self._find)
 
     def collect(self, wait_s: float) -> None:
         """Call `then` of the answers whose masks are made. It waits for others until wait_s after it first
-        met them, and has more threads make them if one is not soon done."""
-        made = lambda: self._running <= self._late  # noqa: E731
+        met them."""
         with self._changed:
-            if not self._changed.wait_for(made, min(ALONE_S, wait_s)):
-                self._share()
-                if not self._changed.wait_for(made, max(0.0, wait_s - ALONE_S)):
-                    self._late = set(self._running)
+            if not self._changed.wait_for(lambda: self._running <= self._late, wait_s):
+                self._late = set(self._running)
             done, self._done = self._done, []
         for then, error in done:
             then(error)
-
-    def _share(self) -> None:
-        assert self._threads is not None
-        for _ in range(min(self._most - 1, len(self._todo))):
-            self._threads.submit(self._find)
 
     def wait(self, wait_s: float) -> None:
         """Wait for a mask, but no longer than this."""
@@ -92,14 +93,19 @@ class Masks:
                 number, matcher, then = self._todo.popleft()
             except IndexError:
                 return
-            error = None
-            try:
-                matcher.find()
-            except Exception as failure:
-                error = failure
+            error = _error(matcher)
             with self._changed:
                 self._done.append((then, error))
                 self._running.discard(number)
                 self._late.discard(number)
                 if self._running <= self._late or self._waits:  # else `collect` waits for more
                     self._changed.notify()
+
+
+def _error(matcher: Matcher) -> Exception | None:
+    """Have it find what may come next; the error, if there is one."""
+    try:
+        matcher.find()
+    except Exception as error:
+        return error
+    return None

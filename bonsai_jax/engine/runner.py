@@ -111,7 +111,7 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._last: concurrent.futures.Future[list[Any]] | None = None  # dispatch in that thread
-        self._returns_at_once = threaded and model.mesh is None and platform() == "gpu"
+        self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
             machine.reserve(pool_bytes(model, options), [in_use()])
