@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
+from pallas_kernels.precision import multiply_precision
 
 NO_TAPS: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
 KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
@@ -53,9 +54,9 @@ def attention(
     Returns float32 [B, T, H, D].
     Raises ValueError where sizes do not fit each other, and TypeError for numbers of the wrong kind.
 
-    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A
-    block that is masked for a row leaves that row's bits as they were, so a row does not depend on how long
-    the others are.
+    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32, with products
+    in full precision unless JAX's own setting says otherwise (precision.py). A block that is masked for a row
+    leaves that row's bits as they were, so a row does not depend on how long the others are.
     """
     *_, page_size, Hkv, head_dim = check("attention", q, k_pages, v_pages, block_table, positions)
     if q.ndim != 4 or q.shape[3] != head_dim:
@@ -80,7 +81,7 @@ def attention(
         """Scores of a block of keys [B, Hkv, G, T, block], and its values [B, block, Hkv, D]."""
         k = cache_layouts.read(k_pages, (layer, pages)).reshape(B, -1, Hkv, D)
         v = cache_layouts.read(v_pages, (layer, pages)).reshape(B, -1, Hkv, D)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=jax.lax.Precision.HIGHEST)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=multiply_precision())
         scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         keys = i * block + jnp.arange(k.shape[1])
         visible = keys <= positions[:, :, None]  # [B, T, block]
@@ -102,7 +103,7 @@ def attention(
         keep = jnp.exp(maximum - base)
         total = keep * total + weights.sum(-1)
         out = keep[..., None] * out + jnp.einsum(
-            "bkgts,bskd->bkgtd", weights, v, precision=jax.lax.Precision.HIGHEST
+            "bkgts,bskd->bkgtd", weights, v, precision=multiply_precision()
         )
         return new_maximum, total, out
 
@@ -147,7 +148,7 @@ def _at_once(
     pattern = weights / jnp.where(total == 0, 1.0, total)
     pattern = taps["pattern"](pattern) if "pattern" in taps else pattern
     pattern = pattern.reshape(B, Hkv, G, T, S)
-    out = jnp.einsum("bkgts,bskd->btkgd", pattern, v, precision=jax.lax.Precision.HIGHEST)
+    out = jnp.einsum("bkgts,bskd->btkgd", pattern, v, precision=multiply_precision())
     return out.reshape(B, T, Hkv * G, D)
 
 
