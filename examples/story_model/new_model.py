@@ -1,5 +1,6 @@
 """A tokenizer of the stories' own, and a GGUF file of random weights to begin with."""
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,6 @@ def train_tokenizer(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
 
 def tokenizer_metadata(tokenizer: tokenizers.Tokenizer, rows: int) -> dict[str, Any]:
     """The keys tokenizer.ggml.* of a GGUF file whose embedding has so many rows."""
-    import json
-
     state = json.loads(tokenizer.to_str())["model"]
     texts = sorted(state["vocab"], key=state["vocab"].__getitem__)
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["merges"]]
@@ -51,18 +50,21 @@ def tokenizer_metadata(tokenizer: tokenizers.Tokenizer, rows: int) -> dict[str, 
     }
 
 
-def write_new_model(path: Path, tokenizer: tokenizers.Tokenizer, sizes: Mapping[str, int], seed: int = 0) -> None:
+def write_new_model(
+    path: Path, tokenizer: tokenizers.Tokenizer, sizes: Mapping[str, int], seed: int = 0
+) -> None:
     """A Qwen3 of random weights: QK-norm keeps attention tame at the learning rates that one bit wants.
 
     sizes   vocab, layers, hidden, ffn, heads, kv_heads, head_dim, context
-    Matrices are N(0, 1 / columns), which keeps variances; those that write to the residual stream are smaller by
-    sqrt(2 layers) (GPT-2). The embedding, N(0, 0.02^2), is the output matrix too.
+    Matrices are N(0, 1 / columns), which keeps variances; those that write to the residual stream are
+    smaller by sqrt(2 layers) (GPT-2). The embedding, N(0, 0.02^2), is the output matrix too.
     """
     vocab, hidden, ffn, layers = (sizes[name] for name in ("vocab", "hidden", "ffn", "layers"))
     q, kv = (sizes[name] * sizes["head_dim"] for name in ("heads", "kv_heads"))
     keys = {
         "block_count": layers, "embedding_length": hidden, "feed_forward_length": ffn, "vocab_size": vocab,
-        "context_length": sizes["context"], "rope.freq_base": 10000.0, "attention.layer_norm_rms_epsilon": 1e-6,
+        "context_length": sizes["context"], "rope.freq_base": 10000.0,
+        "attention.layer_norm_rms_epsilon": 1e-6,
         "attention.head_count": sizes["heads"], "attention.head_count_kv": sizes["kv_heads"],
         "attention.key_length": sizes["head_dim"], "attention.value_length": sizes["head_dim"],
     }  # fmt: skip
@@ -77,15 +79,25 @@ def write_new_model(path: Path, tokenizer: tokenizers.Tokenizer, sizes: Mapping[
     def tensors():
         yield "token_embd", matrix(vocab, hidden, 0.02)
         for layer in range(layers):
-            shapes = {"attn_q": (q, hidden), "attn_k": (kv, hidden), "attn_v": (kv, hidden), "attn_output": (hidden, q)}
+            shapes = {
+                "attn_q": (q, hidden),
+                "attn_k": (kv, hidden),
+                "attn_v": (kv, hidden),
+                "attn_output": (hidden, q),
+            }
             shapes |= {"ffn_gate": (ffn, hidden), "ffn_up": (ffn, hidden), "ffn_down": (hidden, ffn)}
             for name, shape in shapes.items():
                 writes = name in ("attn_output", "ffn_down")
-                yield f"blk.{layer}.{name}", matrix(*shape, (shape[1] * (2 * layers if writes else 1)) ** -0.5)
+                yield (
+                    f"blk.{layer}.{name}",
+                    matrix(*shape, (shape[1] * (2 * layers if writes else 1)) ** -0.5),
+                )
             for name in ("attn_norm", "ffn_norm"):
                 yield f"blk.{layer}.{name}", np.ones(hidden, np.float32)
             for name in ("attn_q_norm", "attn_k_norm"):
                 yield f"blk.{layer}.{name}", np.ones(sizes["head_dim"], np.float32)
         yield "output_norm", np.ones(hidden, np.float32)
 
-    write_gguf(path, metadata, (Tensor(f"{name}.weight", "f32", x.shape, x.view(np.uint8)) for name, x in tensors()))
+    write_gguf(
+        path, metadata, (Tensor(f"{name}.weight", "f32", x.shape, x.view(np.uint8)) for name, x in tensors())
+    )

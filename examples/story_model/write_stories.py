@@ -5,6 +5,8 @@
 Each line of the file is a story, as a JSON string.
 """
 
+# ruff: noqa: RUF001 - quotes as a model writes them
+
 import argparse
 import json
 import random
@@ -16,14 +18,20 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from prompts import draw  # beside this file
 
 import bonsai_jax as bj
 
-from prompts import draw  # beside this file
-
 PROMPT = 128  # tokens that prompts are padded to: one compiled shape
 # Little temperature, for the scenes differ already, and penalties because a small teacher repeats itself.
-SAMPLING = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.1, "repetition_penalty": 1.05, "frequency_penalty": 0.1}
+SAMPLING = {
+    "temperature": 0.5,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.1,
+    "repetition_penalty": 1.05,
+    "frequency_penalty": 0.1,
+}
 
 LET_END = 2.5  # added to the logits of tokens that end a story: the rest is cut at a paragraph
 
@@ -44,7 +52,9 @@ def batches(model: bj.Model, rows: int, most: int, seed: int) -> Iterator[list[t
         lengths = jnp.array([len(ids) for _, ids in scenes])
         sampling = bj.SamplingParams(**SAMPLING, logit_bias=ends, seed=seed * 1_000_003 + count)
         state = bj.new_state(model, rows, PROMPT + most, sampling, most)
-        drawn = bj.jitted.generate_tokens(model.params, state, jnp.asarray(tokens), lengths, model.config, size=most)
+        drawn = bj.jitted.generate_tokens(
+            model.params, state, jnp.asarray(tokens), lengths, model.config, size=most
+        )
         answers = [[token for token in row if token >= 0] for row in np.asarray(drawn.tokens).tolist()]
         yield [
             (opening, answer, answer[-1] in model.tokenizer.eos_ids)
@@ -55,7 +65,9 @@ def batches(model: bj.Model, rows: int, most: int, seed: int) -> Iterator[list[t
 
 def cleaned(text: str) -> str:
     """Plain quotes and dashes, no spaces at the ends of lines, one empty line between paragraphs."""
-    text = text.translate(str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "-", "–": "-", "…": "..."}))
+    text = text.translate(
+        str.maketrans({"’": "'", "‘": "'", "“": '"', "”": '"', "—": "-", "–": "-", "…": "..."})
+    )
     return re.sub(r"\s*\n\s*", "\n\n", text).strip()
 
 
@@ -77,10 +89,14 @@ def is_good(text: str, words: tuple[int, int] = (50, 400)) -> bool:
 
 def main() -> None:
     began = time.monotonic()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--model", default="demo", help="a GGUF file; the prompts are SmolLM2's")
-    parser.add_argument("--seconds", type=float, default=150, help="from the start of this process; no batch begins after")
+    parser.add_argument(
+        "--seconds", type=float, default=150, help="from the start of this process; no batch begins after"
+    )
     parser.add_argument("--rows", type=int, default=512, help="stories at once")
     parser.add_argument("--most", type=int, default=352, help="tokens of a story")
     parser.add_argument("--seed", type=int, default=0)
