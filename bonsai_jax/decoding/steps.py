@@ -290,7 +290,8 @@ def forward(
     remat where layers read another layer's keys (Gemma 4).
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
-    runs the reference attention, with float32 keys and values in a cache of its own.
+    runs the reference attention, with float32 keys and values. The reference's products are exact, unless
+    jax.default_matmul_precision is set ("BF16_BF16_F32" trains on tensor cores).
 
     Errors are those of `extend`.
     """
