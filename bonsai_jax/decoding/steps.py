@@ -290,7 +290,8 @@ def forward(
     remat where layers read another layer's keys (Gemma 4).
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
-    runs the reference attention, with float32 keys and values in a cache of its own.
+    runs the reference attention, with float32 keys and values. The reference's products are exact, unless
+    jax.default_matmul_precision is set ("BF16_BF16_F32" trains on tensor cores).
 
     Errors are those of `extend`.
     """
@@ -307,8 +308,11 @@ def forward(
     cache = kv.empty(config.for_device(parts), run, B, T, rewinds=True)
     # A static number of keys: reverse differentiation needs loops of known length.
     positions, count = _positions(cache, tokens, lengths), layer_count(stop_at_layer, config)
+    # With remat no layer's keys are kept, so they need no pages; latent attention has no other way.
+    latent = any(half.kind == "latent_attention" for layer in config.layers for half in layer.mixers)
+    num_keys = None if remat and not latent else T
     hidden, _, activations = decoder.decoder(
-        params, tokens, positions, cache, config, num_keys=T, taps=taps, num_layers=count, remat=remat
+        params, tokens, positions, cache, config, num_keys, taps, num_layers=count, remat=remat
     )
     return decoder.unembed(params, hidden, config) if logits else hidden, activations
 

@@ -48,7 +48,7 @@ def decoder(
     positions: Int[Array, "B T"],
     cache: KVCache,
     config: ModelConfig,
-    num_keys: int | Int[Array, ""],
+    num_keys: int | Int[Array, ""] | None,
     taps: Taps | None = None,
     keep_updates: bool = False,
     num_layers: int | None = None,
@@ -63,7 +63,7 @@ def decoder(
     Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
     updated; the pending updates of each layer are returned by layer too, for `replay`. With num_layers, only
     the first so many layers run. With remat, a backward pass computes each layer again, and the cache is
-    returned as it was given, but for its lengths.
+    returned as it was given, but for its lengths. num_keys: as for `attend`.
 
     Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place: a loop for each run of layers

@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cache_layouts, device, selection
-from pallas_kernels.attention.reference import NO_TAPS, apply_rope, attention, check, write_pages
+from pallas_kernels.attention.reference import (
+    NO_TAPS,
+    apply_rope,
+    attention,
+    attention_within,
+    check,
+    write_pages,
+)
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.norm import rms_norm
@@ -30,7 +37,7 @@ def attend(
     interleaved: bool,
     norms: tuple[Float[Array, "L D"] | None, Float[Array, "L D"] | None] | Callable,
     eps: float,
-    num_keys: int | Int[Array, ""],
+    num_keys: int | Int[Array, ""] | None,
     impl: str = "reference",
     prefill_impl: str = "reference",
     window: int | None = None,
@@ -50,6 +57,8 @@ def attend(
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it; or another norm
                as a function, (q, k) -> (q, k) of heads [B, T, heads, D], which is applied before a kernel
     rotation   cos and sin of the new tokens' angles, for rope; None: nothing is rotated (NoPE)
+    num_keys   as for `attention`. None: sequences begin and end with these tokens; attention is among them,
+               by the reference (both impl are "reference"), and nothing is stored
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "cpu", "reference", or your own
     window, scale, softcap, sinks  as for `attention`
@@ -154,6 +163,10 @@ def attend(
     q, k, v = turned()
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
+    if num_keys is None:
+        options = {"window": window, "scale": scale, "softcap": softcap, "sinks": sinks}
+        out = attention_within(q, k, v, positions, layer, taps=taps, **options)
+        return _output(out, heads, taps, gate), k_pages, v_pages, workspace
     q, k = map(cache_layouts.recognize(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)

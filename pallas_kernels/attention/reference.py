@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
+from pallas_kernels.precision import multiply_precision
 
 NO_TAPS: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
 KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
@@ -53,9 +54,9 @@ def attention(
     Returns float32 [B, T, H, D].
     Raises ValueError where sizes do not fit each other, and TypeError for numbers of the wrong kind.
 
-    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A
-    block that is masked for a row leaves that row's bits as they were, so a row does not depend on how long
-    the others are.
+    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32, with products
+    in full precision unless JAX's own setting says otherwise (precision.py). A block that is masked for a row
+    leaves that row's bits as they were, so a row does not depend on how long the others are.
     """
     *_, page_size, Hkv, head_dim = check("attention", q, k_pages, v_pages, block_table, positions)
     if q.ndim != 4 or q.shape[3] != head_dim:
@@ -80,13 +81,8 @@ def attention(
         """Scores of a block of keys [B, Hkv, G, T, block], and its values [B, block, Hkv, D]."""
         k = cache_layouts.read(k_pages, (layer, pages)).reshape(B, -1, Hkv, D)
         v = cache_layouts.read(v_pages, (layer, pages)).reshape(B, -1, Hkv, D)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=jax.lax.Precision.HIGHEST)
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         keys = i * block + jnp.arange(k.shape[1])
-        visible = keys <= positions[:, :, None]  # [B, T, block]
-        if window is not None:
-            visible &= positions[:, :, None] - keys < window
-        return jnp.where(visible[:, None, None], scores, -jnp.inf), v
+        return _scores(q, k, positions[:, :, None], keys, window, softcap), v
 
     if "scores" in taps or "pattern" in taps:
         return _at_once(*scored(0, block_table), num_keys, sink, taps)
@@ -102,7 +98,7 @@ def attention(
         keep = jnp.exp(maximum - base)
         total = keep * total + weights.sum(-1)
         out = keep[..., None] * out + jnp.einsum(
-            "bkgts,bskd->bkgtd", weights, v, precision=jax.lax.Precision.HIGHEST
+            "bkgts,bskd->bkgtd", weights, v, precision=multiply_precision()
         )
         return new_maximum, total, out
 
@@ -121,6 +117,45 @@ def attention(
         _, total, out = jax.lax.fori_loop(first, (num_keys + block - 1) // block, visit, carry)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
+def attention_within(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Float[Array, "L H"] | None = None,
+    taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
+) -> Float[Array, "B T H D"]:
+    """`attention` of sequences that begin and end with these tokens, all keys at once and without pages: a
+    backward pass reads these arrays alone.
+
+    q, k    after rope
+    layer   for sinks
+    The rest as for `attention`.
+    """
+    B, T, H, D = q.shape
+    Hkv = k.shape[2]
+    q = q.astype(jnp.float32).reshape(B, T, Hkv, H // Hkv, D) * Scores(window, scale, softcap).factor(D)
+    sink = None if sinks is None else sinks[layer].astype(jnp.float32).reshape(Hkv, H // Hkv, 1)
+    keys = jnp.where(positions < 0, jnp.iinfo(jnp.int32).max, positions)[:, None]  # nothing sees padding
+    return _at_once(_scores(q, k, positions[:, :, None], keys, window, softcap), v, T, sink, taps)
+
+
+def _scores(q, k, queries, keys, window: int | None, softcap: float | None) -> Float[Array, "B Hkv G T S"]:
+    """Scores of queries [B, T, Hkv, G, D], scaled, and keys [B, S, Hkv, D] at these positions, [B, T, 1] and
+    [S] or [B, 1, S]; -inf where a query does not see the key."""
+    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=multiply_precision())
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    visible = keys <= queries  # [B, T, S]
+    if window is not None:
+        visible &= queries - keys < window
+    return jnp.where(visible[:, None, None], scores, -jnp.inf)
 
 
 def _at_once(
@@ -147,7 +182,7 @@ def _at_once(
     pattern = weights / jnp.where(total == 0, 1.0, total)
     pattern = taps["pattern"](pattern) if "pattern" in taps else pattern
     pattern = pattern.reshape(B, Hkv, G, T, S)
-    out = jnp.einsum("bkgts,bskd->btkgd", pattern, v, precision=jax.lax.Precision.HIGHEST)
+    out = jnp.einsum("bkgts,bskd->btkgd", pattern, v, precision=multiply_precision())
     return out.reshape(B, T, Hkv * G, D)
 
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.precision import multiply_precision
 from pallas_kernels.qtensor import QTensor, dequantize
 
 
@@ -13,12 +14,13 @@ def run(
 ) -> jax.Array:
     """Norm, dequantize, multiply in float32. One matrix, or two for activation(x G.T, x U.T).
 
-    HIGHEST, because a GPU's default for float32 is TF32 with 10 bits of mantissa.
+    In full precision, unless JAX's own setting says otherwise (precision.py).
     """
+    precision = multiply_precision()
     x = x.astype(jnp.float32)
     if gamma is not None:
         x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
     dense = [dequantize(w if part_layer is None else w[part_layer]) for w in weights]
-    y = [jnp.einsum("...k,nk->...n", x, w, precision=jax.lax.Precision.HIGHEST) for w in dense]
+    y = [jnp.einsum("...k,nk->...n", x, w, precision=precision) for w in dense]
     out = y[0] if len(y) == 1 else activation(*y)
     return out if residual is None else out + residual

@@ -2,6 +2,7 @@
 numpy. Whether training helps: test_training_helps.py."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -174,6 +175,24 @@ def test_checkpointed_layers_have_the_same_gradients_in_less_memory():
         np.testing.assert_allclose(plain[name], again[name], rtol=1e-3, atol=1e-4, err_msg=name)
     plain, again = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert again < 0.6 * plain
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_products_have_the_precision_that_jax_is_set_to(remat):
+    """In both passes; without a setting they are exact."""
+    plan = training.plan(tiny_gguf("llama", SHAPE), "q1_0", RUN, pure=True)
+
+    def value(weights):
+        out, _ = bj.forward(plan.rounded(weights), TOKENS, LENGTHS, plan.config, remat=remat)
+        return training.cross_entropy(out, jnp.asarray(TOKENS), jnp.ones(TOKENS.shape, bool))
+
+    def precisions():
+        program = jax.make_jaxpr(jax.grad(value))(jax.eval_shape(plan.weights))
+        return set(re.findall(r"[^_]precision=\(?([\w.]+)", str(program)))
+
+    assert precisions() == {"Precision.HIGHEST"}
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert precisions() == {"BF16_BF16_F32"}
 
 
 @pytest.mark.slow

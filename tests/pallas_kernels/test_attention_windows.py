@@ -11,6 +11,7 @@ import pytest
 
 from pallas_kernels import attend, cache_layouts, device, problems
 from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90
+from pallas_kernels.attention.reference import attention_within
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.naive_attention import naive_attention
@@ -258,3 +259,19 @@ def test_prefill_gets_the_pages_of_its_windows_as_float16(window, page_size):
             np.testing.assert_allclose(lies, exact[row][start:stop], rtol=2**-11, atol=2**-25)
             before = np.arange(start // page_size)
             assert np.isnan(np.asarray(pages)[layer, table[row, before]]).all()  # not even written
+
+
+@pytest.mark.parametrize(
+    "scores", [{}, {"window": 3, "scale": 0.3, "softcap": 2.0, "sinks": True}], ids=["plain", "all"]
+)
+def test_whole_sequences_need_no_pages(scores):
+    B, T, H, Hkv, D = 2, 9, 4, 2, 64
+    rng = np.random.default_rng(0)
+    positions = np.where(np.arange(T) < np.array([[T], [5]]), np.arange(T), -1).astype(np.int32)
+    q, k, v = (rng.standard_normal((B, T, heads, D)).astype(np.float32) for heads in (H, Hkv, Hkv))
+    sinks = rng.standard_normal((2, H)).astype(np.float32) if scores.get("sinks") else None
+    got = attention_within(q, k, v, positions, 1, **scores | {"sinks": sinks})
+    own = scores | {"sinks": None if sinks is None else sinks[1]}
+    for row in range(B):
+        want = naive_attention(*(np.float64(x[row]) for x in (q, k, v)), positions[row], **own)
+        np.testing.assert_allclose(got[row], want, atol=1e-5)

@@ -522,7 +522,7 @@ def _mix_stored(q: Float[Array, "B T Q"], place: Place, state: State) -> Float[A
     w, settings = place.weights, place.settings
     source, layer = place.source
     table = place.block_table if source.ring is None else source.ring
-    assert table is not None
+    assert table is not None and place.num_keys is not None
     q = place.tapped("q", q.reshape(*q.shape[:2], -1, settings.head_dim))
     q = q if w.q_norm is None else place.norm(q, w.q_norm)
     if settings.rope is not None:

@@ -322,7 +322,7 @@ def _mix(q: Float[Array, "B T Q"], latents: Float[Array, "B T W"], place: Place,
     q = place.tapped("q", q.reshape(*lead, -1, settings.query_dim))
     if (temperature := temperatures(place)) is not None:
         q = q * temperature[..., None, None]
-    assert place.block_table is not None and not place.layer_norm
+    assert place.block_table is not None and place.num_keys is not None and not place.layer_norm
     out, pages, workspace = attend_latent(
         q, latents, w.k_b, w.v_b, state.k, place.block_table, place.positions, place.index,
         rotation=place.rotations[settings.rope], interleaved=settings.rope.interleaved, norm=w.kv_a_norm,

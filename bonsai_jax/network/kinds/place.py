@@ -34,7 +34,8 @@ class Place:
     eps        of norms
     positions  int32 [B, T], of each token in its sequence; -1 for padding
     rotations  cosine and sine of the angles at these positions, for each Rope of the model
-    num_keys   keys that attention visits: 1 + the largest position, or a bound known while tracing
+    num_keys   keys that attention visits: 1 + the largest position, or a bound known while tracing; None:
+               those of the tokens at hand, and none are stored
     block_table  int32 [B, pages per row], the pages of each sequence (KVCache); None for what has none
     axis       the mesh axis over which matrices are split; None: they are whole
     peers      where devices write into each other's memory (Params.peers)
@@ -56,7 +57,7 @@ class Place:
     eps: float
     positions: Int[Array, "B T"]
     rotations: Mapping[Rope, tuple[Float[Array, "B T R"], Float[Array, "B T R"]]]
-    num_keys: int | Int[Array, ""]
+    num_keys: int | Int[Array, ""] | None
     block_table: Int[Array, "B pages_per_row"] | None = None
     axis: str | None = None
     peers: jax.Array | None = None
