@@ -50,7 +50,7 @@ stories)
   # As much of what was written as fits into files that come back from a rented machine.
   for file in "$WORK"/stories/*.jsonl; do gzip -kf "$file" & done
   wait
-  cat "$WORK"/stories/*.jsonl.gz | head -c 45000000 | split -b 15000000 - "$OUT/stories.jsonl.gz."
+  { cat "$WORK"/stories/*.jsonl.gz || true; } | head -c 45000000 | split -b 15000000 - "$OUT/stories.jsonl.gz."
   cp "$WORK/data/tokenizer.json" "$OUT"
   ;;
 train)
