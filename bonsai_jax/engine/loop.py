@@ -425,10 +425,11 @@ class Loop:
             call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             guesses = self.runner.limits.guess_width - 1
-            drawn = self.runner.dispatch(call, at_once=True)  # else masks for the next draw come later
+            # The thread that dispatches would begin later, and has the reading of these tokens to dispatch.
+            drawn = self.runner.dispatch(call, at_once=True)
             self._flying.append(Flight(plan, rows, drawn, steps=1, guesses=guesses))
         if plan.split and any(plan.writes):
-            self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows), at_once=True)
+            self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
