@@ -79,7 +79,10 @@ def test_the_image_names_options_and_extras_that_exist():
         if name == "COPY" and "--from" not in rest:
             assert all((ROOT / source).exists() for source in rest.split()[:-1])
     names = [name for name, _ in steps]
-    assert names.index("USER") < names.index("ENTRYPOINT") and ("USER", "bonsai") in steps
+    assert names.index("USER") < names.index("ENTRYPOINT") and ("USER", "10001") in steps
     port = entry[entry.index("--port") + 1]
     health = next(rest for name, rest in steps if name == "HEALTHCHECK")
     assert f"http://127.0.0.1:{port}/health" in health and ("EXPOSE", port) in steps
+    if (hadolint := shutil.which("hadolint")) is not None:
+        done = subprocess.run([hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stdout) == (0, "")

@@ -1,9 +1,11 @@
 """The command line, one module per command. Heavy packages are imported when a command needs them."""
 
+import contextlib
 import gc
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -36,11 +38,21 @@ INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what shells report for SIGINT and SIG
 class Commands(TyperGroup):
     """The commands. An error of the user, a file or the machine ends in one clear line on stderr."""
 
+    def parse_args(self, ctx, args):
+        with self._reported(ctx):  # --version and --help print here
+            return super().parse_args(ctx, args)
+
     def invoke(self, ctx):
-        try:
+        with self._reported(ctx):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
+
+    @contextlib.contextmanager
+    def _reported(self, ctx) -> Iterator[None]:
+        debug = ctx.params.get("debug", False)
+        try:
+            yield
         except KeyboardInterrupt:
             print(file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
@@ -48,12 +60,12 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(UNREAD) from None
         except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
-            if ctx.params["debug"]:
+            if debug:
                 raise
             print(f"error: {errors.one_line(error, self._parameters(ctx))}", file=sys.stderr)
             raise typer.Exit(1) from None
         except (RuntimeError, AssertionError) as error:  # XLA raises these; typer.Exit is a RuntimeError too
-            if ctx.params["debug"] or isinstance(error, typer.Exit):
+            if debug or isinstance(error, typer.Exit):
                 raise
             why = errors.no_devices()
             if why is None and "RESOURCE_EXHAUSTED" in str(error):
@@ -105,7 +117,7 @@ for name, (module, summary) in COMMANDS.items():
 
 def _version(requested: bool) -> None:
     if requested:
-        print(f"bonsai-jax {env.version('bonsai-jax') or '(a checkout that is not installed)'}")
+        print(f"bonsai-jax {env.version('bonsai-jax') or '(a checkout that is not installed)'}", flush=True)
         raise typer.Exit()
 
 

@@ -15,8 +15,8 @@ def one_line(error: BaseException, parameters: Iterable[Any]) -> str:
 
     parameters  those of the command that ran; they have the library's names
     """
-    if isinstance(error, OSError) and error.filename and error.strerror:
-        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     text = " ".join(str(error).split()) or type(error).__name__
     for name, flag in _flags(parameters).items():
         text = re.sub(rf"\b{name}=(['\"]?)([\w.]+)\1", rf"{flag} \2", text)  # schedule='launches'

@@ -6,7 +6,8 @@
 A state can be saved only where a chunk of the prompt ends, so each place costs a dispatch. Who renders a
 prompt knows the places where later ones will part ways with it, and names them (Engine.submit): a chat
 template drops the thoughts of an answer from the history, so the next prompt departs where the answer began.
-Where nobody names any, it is the last full page. The end of an answer is always one.
+Where nobody names any, it is the last full page. The end of an answer is always one, unless a stop string or
+the client ended it: the device has gone on then, and its state cannot go back (docs/engine.md).
 
 A long prompt also leaves a state behind at some of the chunks that it is read in, for prompts that part ways
 with it somewhere else. They are the first to be overwritten.

@@ -46,7 +46,9 @@ def messages(name: str, value: Any) -> list[Message]:
         if role == "system":
             said = [one | {"content": left} for one in said if (left := BUDGET.sub("", one["content"]))]
         own += said
-    if own and own[-1]["role"] == "assistant":
+    if not own:
+        raise FieldError(name, "only the system speaks, and says nothing; add a message of the user")
+    if own[-1]["role"] == "assistant":
         raise FieldError(name, "the last message must be the user's: this server cannot continue an answer")
     return own
 

@@ -43,8 +43,15 @@ stories)
     # shellcheck disable=SC2086
     CUDA_VISIBLE_DEVICES=$gpu $PYTHON $here/write_stories.py "$WORK/stories/$gpu.jsonl" --model "$TEACHER" \
       --seconds "$WRITE_S" --seed "$gpu" $WRITER > "$WORK/writer$gpu.log" 2>&1 &
+    writers[gpu]=$!
   done
-  wait
+  for ((gpu = 0; gpu < GPUS; gpu++)); do
+    if ! wait "${writers[gpu]}"; then
+      echo "the writer on GPU $gpu failed:" >&2
+      tail -n 30 "$WORK/writer$gpu.log" >&2
+      exit 1
+    fi
+  done
   tail -n 1 "$WORK"/writer*.log
   $PYTHON $here/train.py prepare "$WORK"/stories/*.jsonl --data "$WORK/data"
   # As much of what was written as fits into files that come back from a rented machine.

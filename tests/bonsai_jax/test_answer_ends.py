@@ -50,10 +50,13 @@ def test_the_next_turn_reads_on_after_an_answer(engine, end):
 
 
 def test_after_a_stop_string_the_next_turn_is_right(engine):
-    """The device may have gone on."""
-    free = engine.submit(IDS, GREEDY, max_new_tokens=24, ignore_eos=True).result(60)
-    output = engine.submit(IDS, GREEDY, max_new_tokens=24, ignore_eos=True, stop=free.text[5:8]).result(60)
+    """The device may have gone on, but what was saved before the answer is there."""
+    before = len(IDS) - 2
+    how = {"sampling": GREEDY, "max_new_tokens": 24, "ignore_eos": True, "checkpoints_at": [before]}
+    free = engine.submit(IDS, **how).result(60)
+    output = engine.submit(IDS, **how, stop=free.text[5:8]).result(60)
     assert output.finish_reason == "stop"
     turn = [*IDS, *output.tokens, *NEXT]
     following = engine.submit(turn, GREEDY, max_new_tokens=24, ignore_eos=True).result(60)
+    assert following.cached_tokens >= before
     assert following.tokens == alone([turn], [GREEDY], engine.model)[0]

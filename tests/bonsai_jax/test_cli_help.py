@@ -9,7 +9,7 @@ import typer
 
 from bonsai_jax.cli import COMMANDS, app
 from bonsai_jax.decoding import proposers
-from tests.bonsai_jax.command_line import ROOT, command, run
+from tests.bonsai_jax.command_line import COMMAND, ROOT, command, run
 
 
 @pytest.mark.parametrize("width", [80, 100])
@@ -64,3 +64,12 @@ def test_help_and_version_do_not_import_jax():
         "assert not {'jax', 'flax', 'numpy', 'prompt_toolkit', 'markdown_it'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, env={**os.environ, **NAMED_SHELL})
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_a_full_disk_is_one_line(option):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*COMMAND, option], stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device\n")

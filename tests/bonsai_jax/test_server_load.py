@@ -24,7 +24,8 @@ from tests.bonsai_jax.command_line import GREEDY, TINY
 from tests.bonsai_jax.serving import Served, serving
 
 MINUTES = float(os.environ.get("LOAD_MINUTES", "1"))
-WARM_S = 20.0  # of the same load, before memory counts: every shape that a crowd makes is compiled
+# Of the same load, before memory counts: every shape that a crowd makes is compiled.
+WARM_S = max(20.0, MINUTES * 3)
 GROWS = 16 * 2**20  # bytes at most, of what is in use when nothing runs
 CLIENTS, NEW = 12, 16
 # Few texts, of four lengths: embeddings and echoes compile a program for each power of two.

@@ -344,6 +344,10 @@ def test_messages_end_for_their_reasons(server):
         ({"tool_choice": {"type": "tool", "name": "x"}}, "tool_choice: 'x' is none of the functions"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\].content\[0\]"),
         ({"messages": [ASKED, {"role": "assistant", "content": "The"}]}, "last message must be the user's"),
+        (
+            {"messages": [{"role": "system", "content": ""}]},
+            "messages: only the system speaks, and says nothing",
+        ),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, r"tools\[0\].function.name"),
     ],
 )
