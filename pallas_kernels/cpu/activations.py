@@ -3,7 +3,9 @@ blocks of weights, and dot products."""
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from llvmlite import ir
@@ -17,6 +19,7 @@ from pallas_kernels.cpu.values import (
     I16,
     I32,
     I64,
+    Type,
     Value,
     Variable,
     constant,
@@ -31,6 +34,7 @@ from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
 DWORDS = PIECE // 4  # int32 or float32 in the widest vectors
 LEAST_SUMS = 8
+LARGEST_FACTOR = 256  # with it sums of 128 products of codes up to 3 are below 2^24: exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,8 @@ class Kernel(abc.ABC):
     bits: int
     eps: float | None
     residual: bool
+
+    FACTOR: ClassVar[Type] = I32  # the type of `factors`
 
     @property
     def matrices(self) -> int:
@@ -79,6 +85,11 @@ class Kernel(abc.ABC):
         """The columns of a chunk in the order in which the kernel reads activations."""
 
     @property
+    @abc.abstractmethod
+    def factors(self) -> np.ndarray:
+        """The shares of a chunk whose factors the kernel reads, in this order; none where a group is one."""
+
+    @property
     def turns(self) -> int:
         """Chunks in a row whose groups have partial sums of their own: enough for vectors of 8."""
         return max(1, LEAST_SUMS // self.vectors.groups) if self.integers else 1
@@ -98,6 +109,7 @@ class Kernel(abc.ABC):
         """Bytes in the workspace for a row of activations and a chunk of columns.
 
         x      the activations, integers or float32
+        factors  an integer for each of `factors`
         zeros  what `zero` adds to the integer sum of each group
         scale  a float32 for each group
         sum    the sum of each group, float32
@@ -105,6 +117,7 @@ class Kernel(abc.ABC):
         v, whole = self.vectors, self.integers
         return {
             "x": v.width if whole else 4 * v.width,
+            "factors": self.FACTOR.width // 8 * len(self.factors) if whole else 0,
             "zeros": 4 * v.groups if whole and v.zero else 0,
             "scale": 4 * v.groups if whole else 0,
             "sum": 4 * v.groups if whole and v.minimums else 0,
@@ -183,21 +196,41 @@ class Writer:
         """Write a chunk of activations as integers, with their scale, and sums if the format needs them.
 
         q = round(127 x / m), m the largest |x| of the group; x = s q up to rounding, s = m / 127
+
+        Shares of a group have factors, so that integers add up over the whole group:
+
+        q = round(127 (256 / f) x / m), f = ceil(256 m' / m), m' the largest |x| of the share;
+        x = s f q up to rounding, s = m / (256 127)
         """
         v, b, offset = self.v, values.b, self.kernel.record
+        shares, own = v.column_shares, np.arange(v.groups * v.shares)
+        order = np.argsort(shares, kind="stable")
+        values = values.take(order)
         bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is
-        largest = [
-            bits[g * v.group : (g + 1) * v.group].called("llvm.vector.reduce.umax", result=I32)
-            for g in range(v.groups)
-        ]
-        m = together(largest).as_type(vector(F32, v.groups)).at_least(1e-20)  # NaN where an activation is
-        scale = m * (1 / 127)
-        inverse = constant(b, vector(F32, v.groups), 127.0) / m
-        q = (values * inverse.take(np.arange(v.width) // v.group)).called("llvm.rint").integer().narrow(I8)
+        size = v.width // len(own)
+        parts = [slice(i * size, (i + 1) * size) for i in own]
+        largest = together([bits[part].called("llvm.vector.reduce.umax", result=I32) for part in parts])
+        limit = lambda m: m.as_type(vector(F32, m.count)).at_least(1e-20)  # noqa: E731
+        m = limit(
+            _added(largest, v.shares, lambda a, b: a.called("llvm.umax", b))
+        )  # NaN where an activation is
+        scale, inverse = m * (1 / 127), constant(b, vector(F32, v.groups), 127.0) / m
+        inverse = inverse.take(own // v.shares)
+        if v.shares > 1:
+            most = float(LARGEST_FACTOR)
+            relative = limit(largest) / m.take(own // v.shares) * most
+            factors = relative.called("llvm.ceil").at_least(1.0).at_most(most)
+            scale, inverse = scale * (1 / most), inverse * (constant(b, factors.type, most) / factors)
+            factors = factors.integer()
+            stored = factors if self.kernel.FACTOR == I32 else factors.narrow(self.kernel.FACTOR)
+            record.at(offset["factors"]).store(stored.take(self.kernel.factors))
+        q = (values * inverse.take(np.arange(v.width) // size)).called("llvm.rint").integer().narrow(I8)
         record.at(offset["scale"]).store(scale)
-        record.at(offset["x"]).store(q.take(self.kernel.places))
+        record.at(offset["x"]).store(q.take(np.argsort(order)[self.kernel.places]))
         if v.minimums or v.zero:
-            sums = together([q[g * v.group : (g + 1) * v.group].signed(I32).sum() for g in range(v.groups)])
+            sums = together([q[part].signed(I32).sum() for part in parts])
+            if v.shares > 1:
+                sums = _added(sums * factors, v.shares, Value.__add__)
             if v.minimums:
                 record.at(offset["sum"]).store(sums.float() * scale)
             if v.zero:
@@ -306,15 +339,24 @@ def together(values: list[Value]) -> Value:
     return out
 
 
+def _added(values: Value, count: int, add: Callable[[Value, Value], Value]) -> Value:
+    """Each `count` neighbours in a vector as one."""
+    return functools.reduce(add, [values.take(range(i, values.count, count)) for i in range(count)])
+
+
+def scaled(total: Value, ints: Value, factors: Value) -> Value:
+    """total + ints * factors, int32 [16]; ints of 16 bits, factors of 15."""
+    if compiled.has("avx512vnni"):  # the high halves of factors are 0
+        return intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total, ints, factors)
+    return total + ints.halves().neighbours(factors.halves())
+
+
 def dot(total: Value, codes: Value, x: Value) -> Value:
     """total + sums of four products each, int32 [16]. Codes are unsigned bytes, x are signed bytes."""
     if compiled.has("avx512vnni"):
         return intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, codes, x)
-    # Products of even and of odd bytes: LLVM emits the multiplication of 16-bit words that adds neighbours.
     halves = vector(I16, PIECE // 2)
     codes, x = codes.as_type(halves), x.as_type(halves)
-    for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):
-        for i in (0, 1):
-            places = range(i, PIECE // 2, 2)
-            total = total + c.take(places).signed(I32) * s.take(places).signed(I32)
+    for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):  # even bytes, odd bytes
+        total = total + c.neighbours(s)
     return total

@@ -120,6 +120,20 @@ class Value:
     def low_bytes(self) -> "Value":
         return self.narrow(I8)
 
+    def packed(self, other: "Value") -> "Value":
+        """Vectors of int32 as 16-bit integers, which they must fit: four of the one, four of the other, and
+        so on, as x86 packs them."""
+        if packed := _x86("packssdw", I16, 2 * self.count, self, other):
+            return packed
+        places = np.arange(2 * self.count).reshape(2, -1, 4).swapaxes(0, 1).ravel()
+        return self.narrow(I16).then(other.narrow(I16)).take(places)
+
+    def neighbours(self, other: "Value") -> "Value":
+        """a[0] b[0] + a[1] b[1], a[2] b[2] + a[3] b[3], ..., int32, of vectors of 16-bit integers."""
+        places = [range(i, self.count, 2) for i in (0, 1)]
+        even, odd = (self.take(at).signed(I32) * other.take(at).signed(I32) for at in places)
+        return _x86("pmaddw.d", I32, self.count // 2, self, other) or even + odd
+
     def bfloat16(self) -> "Value":
         """The bits of bfloat16 as float32."""
         return (self.unsigned(I32) << 16).as_type(self.shaped(F32))
@@ -274,6 +288,19 @@ def _suffix(kind: Type) -> str:
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{_suffix(kind.element)}"
     return {F16: "f16", F32: "f32"}.get(kind) or f"i{kind.width}"
+
+
+def _x86(name: str, element: Type, count: int, *arguments: Value) -> Value | None:
+    """An instruction of x86 that leaves parts of 128 bits apart, on vectors of 512 bits as it is; None on
+    other processors. LLVM finds few of them by itself."""
+    if compiled.has("avx512bw"):
+        return intrinsic(f"llvm.x86.avx512.{name}.512", vector(element, count), *arguments)
+    if not compiled.has("avx2"):
+        return None
+    name = {"pmaddw.d": "pmadd.wd"}.get(name, name)
+    halves = [[a[i * a.count // 2 : (i + 1) * a.count // 2] for a in arguments] for i in (0, 1)]
+    low, high = (intrinsic(f"llvm.x86.avx2.{name}", vector(element, count // 2), *half) for half in halves)
+    return low.then(high)
 
 
 class Variable:

@@ -47,8 +47,8 @@ def weights(format, seed, *shape, bits=8):
 
 def exact_activations(rng, rows, k):
     """float32 [rows, k] that are integers of 8 bits times a power of two, the same in each 128 columns, and
-    stay so when they are rounded in groups of 16 or more."""
-    x = rng.integers(-127, 128, (rows, k // 16, 16))
+    stay so when they are rounded in groups of runs of 8 or more."""
+    x = rng.integers(-127, 128, (rows, k // 8, 8))
     x[..., 5] = 127
     return x.reshape(rows, k) * np.repeat(2.0 ** rng.integers(-9, -6, (rows, k // 128)), 128, axis=1)
 
@@ -64,7 +64,7 @@ def silu(x):
 def seen(format):
     """What a kernel's code sees of a format, but for the functions that make codes and scales."""
     v, size = formats.get(format).CPU, formats.get(format).WEIGHTS
-    return size, v.columns.tobytes(), v.group, v.scales is None, v.minimums is None, v.zero > 0
+    return size, v.columns.tobytes(), v.group, v.shares, v.scales is None, v.minimums is None, v.zero > 0
 
 
 # A format's own functions are those of every kernel: all formats for few rows, one of each kind otherwise.
@@ -107,15 +107,37 @@ def test_the_kernel_is_the_product(format, bits, rows):
     assert error(got, want) < 2e-6
 
 
-@pytest.mark.parametrize(("format", "group"), [("q4_1", 32), ("q6_k", 16), ("q1_0", 128)])
-def test_activations_are_rounded_in_the_groups_that_share_a_scale(format, group):
+# The columns that have a scale together, as axes of a row: where a format has one for more than 32, runs of
+# the group that lie in the same lanes.
+SHARES = {
+    "q4_1": ((-1, 32), (0, 1)),
+    "q6_k": ((-1, 16), (0, 1)),
+    "q2_0_g64": ((-1, 32), (0, 1)),
+    "q2_0_g128": ((-1, 32), (0, 1)),
+    "q1_0": ((-1, 32), (0, 1)),
+    "ptq1_0": ((-1, 2, 4, 16), (0, 2, 1, 3)),
+    "tq2_0": ((-1, 4, 4, 8), (0, 2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("format", SHARES)
+@pytest.mark.parametrize("rows", [2, 9])
+def test_activations_are_rounded_in_groups_of_at_most_32(format, rows):
+    """By both kernels. Activations of a group differ in size, as a model's do."""
     w, dense = weights(format, 1, 40, 512)
-    x = np.random.default_rng(2).standard_normal((2, 512)).astype(np.float32)
-    grouped = x.reshape(2, -1, group)
-    scale = np.abs(grouped).max(-1, keepdims=True) / np.float32(127)
-    rounded = (np.rint(grouped / scale) * scale).reshape(2, 512).astype(np.float64)
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((rows, 512)) * np.exp(rng.standard_normal((rows, 512)))).astype(np.float32)
+    shape, axes = SHARES[format]
+    shares = x.reshape(rows, *shape).transpose(0, *(axis + 1 for axis in axes))
+    size, flat = 32 if format != "q6_k" else 16, shares.reshape(rows, -1)
+    scale = np.abs(flat.reshape(rows, -1, size)).max(-1, keepdims=True) / np.float64(127)
+    if (factors := formats.get(format).CPU.shares) > 1:  # 256ths of the group's scale, rounded up
+        most = scale.reshape(rows, -1, factors, 1).max(2, keepdims=True) / 256
+        scale = (np.ceil(scale.reshape(rows, -1, factors, 1) / most) * most).reshape(scale.shape)
+    rounded = (np.rint(flat.reshape(rows, -1, size) / scale) * scale).reshape(shares.shape)
+    rounded = rounded.transpose(0, *(np.argsort(axes) + 1)).reshape(rows, 512)
     got = matmul(jnp.asarray(x), w)
-    assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 1e-2
+    assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 2e-2
 
 
 @pytest.mark.parametrize("rows", [2, 6, 7, 33])
