@@ -34,7 +34,8 @@ from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
 DWORDS = PIECE // 4  # int32 or float32 in the widest vectors
 LEAST_SUMS = 8
-LARGEST_FACTOR = 256  # with it sums of 128 products of codes up to 3 are below 2^24: exact in float32
+LARGEST = (127.0, 125.0, 123.0)  # that the largest activation of a group may become
+FACTORS = 256.0  # steps of factors: sums of 128 products of codes up to 3 stay below 2^24, exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,46 +196,65 @@ class Writer:
     def write_integers(self, values: Value, record: Value) -> None:
         """Write a chunk of activations as integers, with their scale, and sums if the format needs them.
 
-        q = round(127 x / m), m the largest |x| of the group; x = s q up to rounding, s = m / 127
+        q = round(a x / m), m the largest |x| of the group; x = s q up to rounding, s = m / a
 
-        Shares of a group have factors, so that integers add up over the whole group:
+        a is the one of LARGEST with the least sum of (x - s q)^2. Shares of a group have factors f, so
+        that integers add up over the whole group:
 
-        q = round(127 (256 / f) x / m), f = ceil(256 m' / m), m' the largest |x| of the share;
-        x = s f q up to rounding, s = m / (256 127)
+        q = round(127 (256 / f) x / m), f = ceil(256 (127 / a) m' / m), m' the largest |x| of the share;
+        x = s f q up to rounding, s = m / (127 256)
         """
-        v, b, offset = self.v, values.b, self.kernel.record
-        shares, own = v.column_shares, np.arange(v.groups * v.shares)
-        order = np.argsort(shares, kind="stable")
+        v, offset = self.v, self.kernel.record
+        order, size = np.argsort(v.column_shares, kind="stable"), v.group // v.shares
+        share = np.arange(v.width) // size
         values = values.take(order)
-        bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is
-        size = v.width // len(own)
-        parts = [slice(i * size, (i + 1) * size) for i in own]
-        largest = together([bits[part].called("llvm.vector.reduce.umax", result=I32) for part in parts])
-        limit = lambda m: m.as_type(vector(F32, m.count)).at_least(1e-20)  # noqa: E731
-        m = limit(
-            _added(largest, v.shares, lambda a, b: a.called("llvm.umax", b))
-        )  # NaN where an activation is
-        scale, inverse = m * (1 / 127), constant(b, vector(F32, v.groups), 127.0) / m
-        inverse = inverse.take(own // v.shares)
+        bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is, and NaN above all
+        largest = _folded(bits, size, lambda x, y: x.called("llvm.umax", y))
+        m = _folded(largest, v.shares, lambda x, y: x.called("llvm.umax", y))
+        largest, m = (bits.as_type(vector(F32, bits.count)).at_least(1e-20) for bits in (largest, m))
+        inverse, step = self._steps(values, largest, m)
+        q = (values * inverse.take(share)).called("llvm.rint").integer().narrow(I8)
+        record.at(offset["x"]).store(q.take(np.argsort(order)[self.kernel.places]))
+        sums = _folded(q.signed(I32), size, Value.__add__)
         if v.shares > 1:
-            most = float(LARGEST_FACTOR)
-            relative = limit(largest) / m.take(own // v.shares) * most
-            factors = relative.called("llvm.ceil").at_least(1.0).at_most(most)
-            scale, inverse = scale * (1 / most), inverse * (constant(b, factors.type, most) / factors)
-            factors = factors.integer()
+            factors = step.integer()
             stored = factors if self.kernel.FACTOR == I32 else factors.narrow(self.kernel.FACTOR)
             record.at(offset["factors"]).store(stored.take(self.kernel.factors))
-        q = (values * inverse.take(np.arange(v.width) // size)).called("llvm.rint").integer().narrow(I8)
+            sums = _folded(sums * factors, v.shares, Value.__add__)
+            scale = m * (1 / 127 / FACTORS)
+        else:
+            scale = m * (step * (1 / 127))
         record.at(offset["scale"]).store(scale)
-        record.at(offset["x"]).store(q.take(np.argsort(order)[self.kernel.places]))
-        if v.minimums or v.zero:
-            sums = together([q[part].signed(I32).sum() for part in parts])
+        if v.minimums:
+            record.at(offset["sum"]).store(sums.float() * scale)
+        if v.zero:
+            record.at(offset["zeros"]).store(sums * -v.zero)
+
+    def _steps(self, values: Value, largest: Value, m: Value) -> tuple[Value, Value]:
+        """For each share 1 / step, and the step: as a factor, or in units of m / 127.
+
+        values, largest, m: the activations, share by share, and the largest of each share and group
+        """
+        v, b = self.v, values.b
+        group = np.arange(largest.count) // v.shares
+        like = functools.partial(constant, b, largest.type)
+        inverse = step = least = None
+        for a in LARGEST:
             if v.shares > 1:
-                sums = _added(sums * factors, v.shares, Value.__add__)
-            if v.minimums:
-                record.at(offset["sum"]).store(sums.float() * scale)
-            if v.zero:
-                record.at(offset["zeros"]).store(sums * -v.zero)
+                one_step = (largest / m.take(group) * (FACTORS * 127 / a)).called("llvm.ceil").at_least(1.0)
+                one_inverse = (like(127.0) / m.take(group)) * (like(FACTORS) / one_step)
+            else:
+                one_step, one_inverse = like(127 / a), like(a) / m
+            x = values * one_inverse.take(np.arange(v.width) * v.shares // v.group)
+            error = x - x.called("llvm.rint")
+            errors = _folded(error * error, v.group // v.shares, Value.__add__) * (one_step * one_step)
+            if least is None:
+                inverse, step, least = one_inverse, one_step, errors
+                continue
+            better = errors.compared("<", least)  # false for NaN
+            inverse, step = better.select(one_inverse, inverse), better.select(one_step, step)
+            least = better.select(errors, least)
+        return inverse, step
 
     def write_floats(self, values: Value, record: Value) -> None:
         record.at(self.kernel.record["x"]).store(values.take(self.kernel.places))
@@ -330,18 +350,13 @@ MATH = Math(
 )
 
 
-def together(values: list[Value]) -> Value:
-    """Numbers as a vector."""
-    b = values[0].b
-    out = constant(b, vector(values[0].type, len(values)), 0)
-    for i, value in enumerate(values):
-        out = Value(b, b.insert_element(out.ir, value.ir, I32(i)))
-    return out
-
-
-def _added(values: Value, count: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Each `count` neighbours in a vector as one."""
-    return functools.reduce(add, [values.take(range(i, values.count, count)) for i in range(count)])
+def _folded(values: Value, count: int, add: Callable[[Value, Value], Value]) -> Value:
+    """Each `count` neighbours in a vector as one; a power of two. Halves of them are added, then quarters."""
+    while count > 1:
+        count //= 2
+        first = np.arange(values.count).reshape(-1, 2, count)
+        values = add(values.take(first[:, 0].ravel()), values.take(first[:, 1].ravel()))
+    return values
 
 
 def scaled(total: Value, ints: Value, factors: Value) -> Value:

@@ -129,12 +129,20 @@ def test_activations_are_rounded_in_groups_of_at_most_32(format, rows):
     x = (rng.standard_normal((rows, 512)) * np.exp(rng.standard_normal((rows, 512)))).astype(np.float32)
     shape, axes = SHARES[format]
     shares = x.reshape(rows, *shape).transpose(0, *(axis + 1 for axis in axes))
-    size, flat = 32 if format != "q6_k" else 16, shares.reshape(rows, -1)
-    scale = np.abs(flat.reshape(rows, -1, size)).max(-1, keepdims=True) / np.float64(127)
-    if (factors := formats.get(format).CPU.shares) > 1:  # 256ths of the group's scale, rounded up
-        most = scale.reshape(rows, -1, factors, 1).max(2, keepdims=True) / 256
-        scale = (np.ceil(scale.reshape(rows, -1, factors, 1) / most) * most).reshape(scale.shape)
-    rounded = (np.rint(flat.reshape(rows, -1, size) / scale) * scale).reshape(shares.shape)
+    size, flat = 16 if format == "q6_k" else 32, shares.reshape(rows, -1)
+    flat = flat.reshape(rows, -1, size).astype(np.float64)
+    largest, factors = np.abs(flat).max(-1, keepdims=True), formats.get(format).CPU.shares
+    group = (
+        largest.reshape(rows, -1, factors, 1).max(2, keepdims=True).repeat(factors, 2).reshape(largest.shape)
+    )
+    each = []
+    for a in (127, 125, 123):
+        scale = largest / a
+        if factors > 1:  # whole 256ths of the group's
+            scale = np.ceil(256 * 127 * scale / group) * group / (256 * 127)
+        each.append(np.rint(flat / scale) * scale)
+    errors = [((flat - rounded) ** 2).sum(-1, keepdims=True) for rounded in each]
+    rounded = np.take_along_axis(np.array(each), np.argmin(errors, 0)[None], 0).reshape(shares.shape)
     rounded = rounded.transpose(0, *(np.argsort(axes) + 1)).reshape(rows, 512)
     got = matmul(jnp.asarray(x), w)
     assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 2e-2
