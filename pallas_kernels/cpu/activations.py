@@ -158,16 +158,16 @@ class Writer:
         x = ffi.argument(frame, 0).at(m * k * 4)
         norm = self._inverse_rms(x, k) if kernel.eps is not None else None
 
-        def write(c: Value, left: Value | None):
+        with loop(constant(k.b, I64, 0), (k + (v.width - 1)) / v.width) as c:  # one body: it is long
             kind = vector(F32, v.width)
+            left = k - c * v.width
+            left = left.compared("<", v.width).select(left, v.width).narrow(I32)
             values = x.at(c * (4 * v.width)).load(kind, left)
             if norm is not None:
                 layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
                 gamma = ffi.argument(frame, self.gamma).at((layer * k + c * v.width) * 4)
                 values = values * norm.splat(v.width) * gamma.load(kind, left)
             (self.write_integers if kernel.integers else self.write_floats)(values, record(c))
-
-        self.chunks(k, write)
 
     def chunks(self, k: Value, write: Callable[[Value, Value | None], None], width: int = 0) -> None:
         """write(c, None) for every whole chunk, the format's or of a width, then write(c, columns left) for a
