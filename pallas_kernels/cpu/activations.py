@@ -3,7 +3,6 @@ blocks of weights, and dot products."""
 
 import abc
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -12,10 +11,9 @@ from llvmlite import ir
 
 from pallas_kernels import formats
 from pallas_kernels.activations import Activation, Math, expm1_near_0, half_erfc
-from pallas_kernels.cpu import compiled, ffi, later
+from pallas_kernels.cpu import compiled, ffi, later, rounding
 from pallas_kernels.cpu.values import (
     F32,
-    I8,
     I16,
     I32,
     I64,
@@ -34,8 +32,6 @@ from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
 DWORDS = PIECE // 4  # int32 or float32 in the widest vectors
 LEAST_SUMS = 8
-LARGEST = (127.0, 125.0, 123.0)  # that the largest activation of a group may become
-FACTORS = 256.0  # steps of factors: sums of 128 products of codes up to 3 stay below 2^24, exact in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,67 +190,22 @@ class Writer:
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
     def write_integers(self, values: Value, record: Value) -> None:
-        """Write a chunk of activations as integers, with their scale, and sums if the format needs them.
+        """Write a chunk of activations as integers (rounding.py), with their scale, and sums if the format
+        needs them."""
+        v, kernel = self.v, self.kernel
+        rounded = rounding.rounded(values.take(rounding.order(v)), v)
 
-        q = round(a x / m), m the largest |x| of the group; x = s q up to rounding, s = m / a
+        def write(name: str, value: Value) -> None:
+            record.at(kernel.record[name]).store(value)
 
-        a is the one of LARGEST with the least sum of (x - s q)^2. Shares of a group have factors f, so
-        that integers add up over the whole group:
-
-        q = round(127 (256 / f) x / m), f = ceil(256 (127 / a) m' / m), m' the largest |x| of the share;
-        x = s f q up to rounding, s = m / (127 256)
-        """
-        v, offset = self.v, self.kernel.record
-        order, size = np.argsort(v.column_shares, kind="stable"), v.group // v.shares
-        share = np.arange(v.width) // size
-        values = values.take(order)
-        bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is, and NaN above all
-        largest = _folded(bits, size, lambda x, y: x.called("llvm.umax", y))
-        m = _folded(largest, v.shares, lambda x, y: x.called("llvm.umax", y))
-        largest, m = (bits.as_type(vector(F32, bits.count)).at_least(1e-20) for bits in (largest, m))
-        inverse, step = self._steps(values, largest, m)
-        q = (values * inverse.take(share)).called("llvm.rint").integer().narrow(I8)
-        record.at(offset["x"]).store(q.take(np.argsort(order)[self.kernel.places]))
-        sums = _folded(q.signed(I32), size, Value.__add__)
-        if v.shares > 1:
-            factors = step.integer()
-            stored = factors if self.kernel.FACTOR == I32 else factors.narrow(self.kernel.FACTOR)
-            record.at(offset["factors"]).store(stored.take(self.kernel.factors))
-            sums = _folded(sums * factors, v.shares, Value.__add__)
-            scale = m * (1 / 127 / FACTORS)
-        else:
-            scale = m * (step * (1 / 127))
-        record.at(offset["scale"]).store(scale)
+        write("x", rounded.q.take(np.argsort(rounding.order(v))[kernel.places]))
+        write("scale", rounded.scale)
+        if rounded.factors is not None:
+            write("factors", rounded.factors.narrow(kernel.FACTOR).take(kernel.factors))
         if v.minimums:
-            record.at(offset["sum"]).store(sums.float() * scale)
+            write("sum", rounded.sums.float() * rounded.scale)
         if v.zero:
-            record.at(offset["zeros"]).store(sums * -v.zero)
-
-    def _steps(self, values: Value, largest: Value, m: Value) -> tuple[Value, Value]:
-        """For each share 1 / step, and the step: as a factor, or in units of m / 127.
-
-        values, largest, m: the activations, share by share, and the largest of each share and group
-        """
-        v, b = self.v, values.b
-        group = np.arange(largest.count) // v.shares
-        like = functools.partial(constant, b, largest.type)
-        inverse = step = least = None
-        for a in LARGEST:
-            if v.shares > 1:
-                one_step = (largest / m.take(group) * (FACTORS * 127 / a)).called("llvm.ceil").at_least(1.0)
-                one_inverse = (like(127.0) / m.take(group)) * (like(FACTORS) / one_step)
-            else:
-                one_step, one_inverse = like(127 / a), like(a) / m
-            x = values * one_inverse.take(np.arange(v.width) * v.shares // v.group)
-            error = x - x.called("llvm.rint")
-            errors = _folded(error * error, v.group // v.shares, Value.__add__) * (one_step * one_step)
-            if least is None:
-                inverse, step, least = one_inverse, one_step, errors
-                continue
-            better = errors.compared("<", least)  # false for NaN
-            inverse, step = better.select(one_inverse, inverse), better.select(one_step, step)
-            least = better.select(errors, least)
-        return inverse, step
+            write("zeros", rounded.sums * -v.zero)
 
     def write_floats(self, values: Value, record: Value) -> None:
         record.at(self.kernel.record["x"]).store(values.take(self.kernel.places))
@@ -348,15 +299,6 @@ MATH = Math(
     lambda x: x.compared(">", -0.5).select(expm1_near_0(x), exp(x) - 1.0),
     lambda x, a, b: x.compared(">", 0.0).select(a, b),
 )
-
-
-def _folded(values: Value, count: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Each `count` neighbours in a vector as one; a power of two. Halves of them are added, then quarters."""
-    while count > 1:
-        count //= 2
-        first = np.arange(values.count).reshape(-1, 2, count)
-        values = add(values.take(first[:, 0].ravel()), values.take(first[:, 1].ravel()))
-    return values
 
 
 def scaled(total: Value, ints: Value, factors: Value) -> Value:

@@ -149,6 +149,9 @@ class Value:
         return self._made(self.b.sext(self.ir, self.shaped(element)))
 
     def narrow(self, element: Type) -> "Value":
+        """As integers of fewer bits, or of as many."""
+        if element == self.element:
+            return self
         return self._made(self.b.trunc(self.ir, self.shaped(element)))
 
     def float(self, signed: bool = True) -> "Value":
