@@ -154,16 +154,25 @@ class Writer:
         x = ffi.argument(frame, 0).at(m * k * 4)
         norm = self._inverse_rms(x, k) if kernel.eps is not None else None
 
-        with loop(constant(k.b, I64, 0), (k + (v.width - 1)) / v.width) as c:  # one body: it is long
-            kind = vector(F32, v.width)
-            left = k - c * v.width
-            left = left.compared("<", v.width).select(left, v.width).narrow(I32)
-            values = x.at(c * (4 * v.width)).load(kind, left)
+        chunk, zero = self._padded(x, k), constant(k.b, I64, 0)
+        if norm is not None:
+            layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
+            gamma = self._padded(ffi.argument(frame, self.gamma).at(layer * k * 4), k)
+        with loop(zero, (k + (v.width - 1)) / v.width) as c:
+            values = chunk(c)
             if norm is not None:
-                layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
-                gamma = ffi.argument(frame, self.gamma).at((layer * k + c * v.width) * 4)
-                values = values * norm.splat(v.width) * gamma.load(kind, left)
+                values = values * norm.splat(v.width) * gamma(c)
             (self.write_integers if kernel.integers else self.write_floats)(values, record(c))
+
+    def _padded(self, row: Value, k: Value) -> Callable[[Value], Value]:
+        """A function that loads chunk c of k numbers. A partial chunk is copied, with zeros behind it: so one
+        code does for all chunks, without masks."""
+        b, width = k.b, self.v.width
+        kind, whole = vector(F32, width), k / width
+        with b.goto_entry_block():
+            last = Value(b, b.alloca(kind))
+        last.store(row.at(whole * (4 * width)).load(kind, (k - whole * width).narrow(I32)))
+        return lambda c: c.compared("<", whole).select(row.at(c * (4 * width)), last).load(kind)
 
     def chunks(self, k: Value, write: Callable[[Value, Value | None], None], width: int = 0) -> None:
         """write(c, None) for every whole chunk, the format's or of a width, then write(c, columns left) for a

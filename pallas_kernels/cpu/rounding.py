@@ -69,7 +69,8 @@ def _finest(x: Value, largest: Value, m: Value, v: Vectors) -> tuple[Value, Valu
     """
     m = m.take(np.arange(largest.count) // v.shares)
     like = functools.partial(constant, x.b, largest.type)
-    share = np.arange(v.width) * v.shares // v.group
+    size = v.group // v.shares
+    share = np.arange(v.width) // size
 
     def tried(a: float) -> tuple[Value, Value, Value]:
         if v.shares == 1:
@@ -79,7 +80,9 @@ def _finest(x: Value, largest: Value, m: Value, v: Vectors) -> tuple[Value, Valu
             inverse = (like(127.0) / m) * (like(FACTORS) / step)
         scaled = x * inverse.take(share)
         error = scaled - scaled.called("llvm.rint")
-        return inverse, step, _folded(error * error, v.group // v.shares, Value.__add__) * (step * step)
+        first, second = _halves(error, size)
+        squares = _folded(first.fma(first, second * second), size // 2, Value.__add__)
+        return inverse, step, squares * (step * step)
 
     inverse, step, least = tried(LARGEST[0])
     for a in LARGEST[1:]:
@@ -93,7 +96,11 @@ def _finest(x: Value, largest: Value, m: Value, v: Vectors) -> tuple[Value, Valu
 def _folded(values: Value, count: int, add: Callable[[Value, Value], Value]) -> Value:
     """Each `count` neighbours in a vector as one; a power of two. Halves of them are added, then quarters."""
     while count > 1:
-        count //= 2
-        first = np.arange(values.count).reshape(-1, 2, count)
-        values = add(values.take(first[:, 0].ravel()), values.take(first[:, 1].ravel()))
+        values, count = add(*_halves(values, count)), count // 2
     return values
+
+
+def _halves(values: Value, count: int) -> tuple[Value, Value]:
+    """The first half of each `count` neighbours, and the second."""
+    places = np.arange(values.count).reshape(-1, 2, count // 2)
+    return values.take(places[:, 0].ravel()), values.take(places[:, 1].ravel())
