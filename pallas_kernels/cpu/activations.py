@@ -321,6 +321,10 @@ def dot(total: Value, codes: Value, x: Value) -> Value:
     """total + sums of four products each, int32 [16]. Codes are unsigned bytes, x are signed bytes."""
     if compiled.has("avx512vnni"):
         return intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, codes, x)
+    if compiled.has("avxvnni"):
+        halves = [[a[i * a.count // 2 : (i + 1) * a.count // 2] for a in (total, codes, x)] for i in (0, 1)]
+        low, high = (intrinsic("llvm.x86.avx512.vpdpbusd.256", half[0].type, *half) for half in halves)
+        return low.then(high)
     halves = vector(I16, PIECE // 2)
     codes, x = codes.as_type(halves), x.as_type(halves)
     for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):  # even bytes, odd bytes

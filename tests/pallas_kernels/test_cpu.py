@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -193,6 +194,33 @@ def large_product(rows=1):
 def digest(_=None) -> str:
     results = [steps(x) for steps, x in map(large_product, (1, 9))]
     return hashlib.sha256(b"".join(np.asarray(y).tobytes() for y in results)).hexdigest()
+
+
+def by_avx2(*features):
+    """In a process of its own: what processors without AVX-512 run."""
+    from pallas_kernels.cpu import compiled
+
+    compiled.processor = lambda: ("x86-64-v3", ",".join(["+avx2", "+fma", "+f16c", *features]))
+    for format in ("q1_0", "tq1_0", "q2_0_g64", "q4_k", "q8_0"):
+        for rows in (2, 9):
+            w, dense = weights(format, 1, 37, WHOLE)
+            x = exact_activations(np.random.default_rng(rows), rows, WHOLE).astype(np.float32)
+            assert error(matmul(x, w), x @ dense.T) < 2e-6, (format, rows)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="for x86")
+@pytest.mark.parametrize("vnni", [False, True])
+def test_processors_without_avx512_have_the_product_too(vnni, tmp_path):
+    from pallas_kernels.cpu import compiled
+
+    if vnni and not compiled.has("avxvnni"):
+        pytest.skip("this processor has no AVX-VNNI")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    code = "from tests.pallas_kernels import test_cpu; test_cpu.by_avx2({})".format("'+avxvnni'" * vnni)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
