@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import compiled
+from pallas_kernels.cpu.vectors import PIECE
 
 Builder = Any  # an ir.IRBuilder, which is not annotated
 Type = Any  # an ir.Type
@@ -169,7 +170,11 @@ class Value:
 
     def bits(self) -> "Value":
         """A condition for each bit of bytes, the lowest bit of the first byte first."""
-        return self.as_type(vector(ir.IntType(1), self.count * self.element.width))
+        count = self.count * self.element.width
+        if compiled.has("avx512bw"):  # it has registers for them
+            return self.as_type(vector(ir.IntType(1), count))
+        each = self.as_type(vector(I8, count // 8)).take(np.arange(count) // 8)
+        return (each & (1 << np.arange(count) % 8)).compared("!=", 0)
 
     def splat(self, count: int) -> "Value":
         """A vector that repeats a number, or a vector of one element, `count` times."""
@@ -186,9 +191,9 @@ class Value:
 
     def looked_up(self, table: Sequence[int]) -> "Value":
         """Bytes from a table of 16; the indices are bytes from 0 to 15."""
-        if self.count == 64 and compiled.has("avx512bw"):
-            places = constant(self.b, self.type, np.tile(table, 4))
-            return intrinsic("llvm.x86.avx512.pshuf.b.512", self.type, places, self)
+        places = constant(self.b, self.type, np.resize(table, self.count))
+        if self.count == PIECE and (bytes_ := _x86("pshuf.b", I8, PIECE, places, self)):
+            return bytes_
         values = [constant(self.b, self.type, value) for value in table]
         for bit in (1, 2, 4, 8):
             is_set = (self & bit).compared("!=", 0)

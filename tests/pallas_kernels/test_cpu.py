@@ -201,7 +201,7 @@ def by_avx2(*features):
     from pallas_kernels.cpu import compiled
 
     compiled.processor = lambda: ("x86-64-v3", ",".join(["+avx2", "+fma", "+f16c", *features]))
-    for format in ("q1_0", "tq1_0", "q2_0_g64", "q4_k", "q8_0"):
+    for format in ("q1_0", "tq2_0", "q4_k", "q5_1", "iq4_nl"):
         for rows in (2, 9):
             w, dense = weights(format, 1, 37, WHOLE)
             x = exact_activations(np.random.default_rng(rows), rows, WHOLE).astype(np.float32)
