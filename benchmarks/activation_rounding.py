@@ -170,6 +170,8 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--limit", type=float, help="exit with an error at a larger ratio")
     options = parser.parse_args()
+    if options.only and not options.rest:
+        parser.error("--only says which matrices are rounded; say what the others become: --rest f32")
     source = options.model or str(demo_path())
     ids = texts(bj.Tokenizer.from_checkpoint(open_checkpoint(source)), options.texts)
     print(
