@@ -20,7 +20,8 @@ class Products:
 
     kernels          (most rows of activations, kernel), ascending; None in the last: any number of rows
     activation_bits  8 or 16: kernels may round activations to so many bits, in groups of 128 columns (1-bit
-                     weights) or of the columns that share a scale. 16 is nearly exact
+                     weights on a GPU), 32, or the columns that share a scale if they are fewer. 16 is nearly
+                     exact
     tiled            whether a kernel reads the format's tiles; if not, blocks as they stand in the file
     """
 

@@ -245,6 +245,24 @@ def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_ke
     assert all(float(line.split(" | ")[2]) < 1e-7 for line in exact)
 
 
+def test_the_rounding_of_activations_is_measured_beside_llama_cpps(tmp_path):
+    """Two formats: one for every matrix, one for those of a layer, beside F32."""
+    from tests.bonsai_jax.test_oracle import as_file
+
+    path = as_file("synth:tiny-llama:f32", tmp_path / "tiny.gguf")
+    sizes = {"PROMPT": 3, "SCORED": 4}
+    arguments = ("-m", path, "--texts", 2, "--rows", 2)
+    for more in (("q4_0",), ("q1_0", "--rest", "f32", "--only", "blk[.]1[.]")):
+        *_, (format, share, theirs, *ours) = (
+            [cell.strip() for cell in line.strip("|").split("|")]
+            for line in main("activation_rounding", *more, *arguments, **sizes).splitlines()
+            if line.startswith("|")
+        )
+        assert format == more[0] and (share == "100%") == (len(more) == 1)
+        assert 0 < float(theirs) < 1 and len(ours) == 4
+        assert all(0 < float(kl) < 1 for kl in ours[::2])
+
+
 def test_llama_cpp_reads_the_tokens_that_are_timed_here_and_both_have_rows(tmp_path, monkeypatch, capsys):
     from tests.bonsai_jax.test_oracle import as_file
 

@@ -4,19 +4,20 @@ blocks of weights, and dot products."""
 import abc
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels import formats
 from pallas_kernels.activations import Activation, Math, expm1_near_0, half_erfc
-from pallas_kernels.cpu import compiled, ffi, later
+from pallas_kernels.cpu import compiled, ffi, later, rounding
 from pallas_kernels.cpu.values import (
     F32,
-    I8,
     I16,
     I32,
     I64,
+    Type,
     Value,
     Variable,
     constant,
@@ -50,6 +51,8 @@ class Kernel(abc.ABC):
     eps: float | None
     residual: bool
 
+    FACTOR: ClassVar[Type] = I32  # the type of `factors`
+
     @property
     def matrices(self) -> int:
         return 1 if self.activation is None else 2
@@ -79,6 +82,11 @@ class Kernel(abc.ABC):
         """The columns of a chunk in the order in which the kernel reads activations."""
 
     @property
+    @abc.abstractmethod
+    def factors(self) -> np.ndarray:
+        """The shares of a chunk whose factors the kernel reads, in this order; none where a group is one."""
+
+    @property
     def turns(self) -> int:
         """Chunks in a row whose groups have partial sums of their own: enough for vectors of 8."""
         return max(1, LEAST_SUMS // self.vectors.groups) if self.integers else 1
@@ -98,6 +106,7 @@ class Kernel(abc.ABC):
         """Bytes in the workspace for a row of activations and a chunk of columns.
 
         x      the activations, integers or float32
+        factors  an integer for each of `factors`
         zeros  what `zero` adds to the integer sum of each group
         scale  a float32 for each group
         sum    the sum of each group, float32
@@ -105,6 +114,7 @@ class Kernel(abc.ABC):
         v, whole = self.vectors, self.integers
         return {
             "x": v.width if whole else 4 * v.width,
+            "factors": self.FACTOR.width // 8 * len(self.factors) if whole else 0,
             "zeros": 4 * v.groups if whole and v.zero else 0,
             "scale": 4 * v.groups if whole else 0,
             "sum": 4 * v.groups if whole and v.minimums else 0,
@@ -144,16 +154,25 @@ class Writer:
         x = ffi.argument(frame, 0).at(m * k * 4)
         norm = self._inverse_rms(x, k) if kernel.eps is not None else None
 
-        def write(c: Value, left: Value | None):
-            kind = vector(F32, v.width)
-            values = x.at(c * (4 * v.width)).load(kind, left)
+        chunk, zero = self._padded(x, k), constant(k.b, I64, 0)
+        if norm is not None:
+            layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
+            gamma = self._padded(ffi.argument(frame, self.gamma).at(layer * k * 4), k)
+        with loop(zero, (k + (v.width - 1)) / v.width) as c:
+            values = chunk(c)
             if norm is not None:
-                layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
-                gamma = ffi.argument(frame, self.gamma).at((layer * k + c * v.width) * 4)
-                values = values * norm.splat(v.width) * gamma.load(kind, left)
+                values = values * norm.splat(v.width) * gamma(c)
             (self.write_integers if kernel.integers else self.write_floats)(values, record(c))
 
-        self.chunks(k, write)
+    def _padded(self, row: Value, k: Value) -> Callable[[Value], Value]:
+        """A function that loads chunk c of k numbers. A partial chunk is copied, with zeros behind it: so one
+        code does for all chunks, without masks."""
+        b, width = k.b, self.v.width
+        kind, whole = vector(F32, width), k / width
+        with b.goto_entry_block():
+            last = Value(b, b.alloca(kind))
+        last.store(row.at(whole * (4 * width)).load(kind, (k - whole * width).narrow(I32)))
+        return lambda c: c.compared("<", whole).select(row.at(c * (4 * width)), last).load(kind)
 
     def chunks(self, k: Value, write: Callable[[Value, Value | None], None], width: int = 0) -> None:
         """write(c, None) for every whole chunk, the format's or of a width, then write(c, columns left) for a
@@ -180,28 +199,22 @@ class Writer:
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
     def write_integers(self, values: Value, record: Value) -> None:
-        """Write a chunk of activations as integers, with their scale, and sums if the format needs them.
+        """Write a chunk of activations as integers (rounding.py), with their scale, and sums if the format
+        needs them."""
+        v, kernel = self.v, self.kernel
+        rounded = rounding.rounded(values.take(rounding.order(v)), v)
 
-        q = round(127 x / m), m the largest |x| of the group; x = s q up to rounding, s = m / 127
-        """
-        v, b, offset = self.v, values.b, self.kernel.record
-        bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is
-        largest = [
-            bits[g * v.group : (g + 1) * v.group].called("llvm.vector.reduce.umax", result=I32)
-            for g in range(v.groups)
-        ]
-        m = together(largest).as_type(vector(F32, v.groups)).at_least(1e-20)  # NaN where an activation is
-        scale = m * (1 / 127)
-        inverse = constant(b, vector(F32, v.groups), 127.0) / m
-        q = (values * inverse.take(np.arange(v.width) // v.group)).called("llvm.rint").integer().narrow(I8)
-        record.at(offset["scale"]).store(scale)
-        record.at(offset["x"]).store(q.take(self.kernel.places))
-        if v.minimums or v.zero:
-            sums = together([q[g * v.group : (g + 1) * v.group].signed(I32).sum() for g in range(v.groups)])
-            if v.minimums:
-                record.at(offset["sum"]).store(sums.float() * scale)
-            if v.zero:
-                record.at(offset["zeros"]).store(sums * -v.zero)
+        def write(name: str, value: Value) -> None:
+            record.at(kernel.record[name]).store(value)
+
+        write("x", rounded.q.take(np.argsort(rounding.order(v))[kernel.places]))
+        write("scale", rounded.scale)
+        if rounded.factors is not None:
+            write("factors", rounded.factors.narrow(kernel.FACTOR).take(kernel.factors))
+        if v.minimums:
+            write("sum", rounded.sums.float() * rounded.scale)
+        if v.zero:
+            write("zeros", rounded.sums * -v.zero)
 
     def write_floats(self, values: Value, record: Value) -> None:
         record.at(self.kernel.record["x"]).store(values.take(self.kernel.places))
@@ -297,24 +310,23 @@ MATH = Math(
 )
 
 
-def together(values: list[Value]) -> Value:
-    """Numbers as a vector."""
-    b = values[0].b
-    out = constant(b, vector(values[0].type, len(values)), 0)
-    for i, value in enumerate(values):
-        out = Value(b, b.insert_element(out.ir, value.ir, I32(i)))
-    return out
+def scaled(total: Value, ints: Value, factors: Value) -> Value:
+    """total + ints * factors, int32 [16]; ints of 16 bits, factors of 15."""
+    if compiled.has("avx512vnni"):  # the high halves of factors are 0
+        return intrinsic("llvm.x86.avx512.vpdpwssd.512", total.type, total, ints, factors)
+    return total + ints.halves().neighbours(factors.halves())
 
 
 def dot(total: Value, codes: Value, x: Value) -> Value:
     """total + sums of four products each, int32 [16]. Codes are unsigned bytes, x are signed bytes."""
     if compiled.has("avx512vnni"):
         return intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, codes, x)
-    # Products of even and of odd bytes: LLVM emits the multiplication of 16-bit words that adds neighbours.
+    if compiled.has("avxvnni"):
+        halves = [[a[i * a.count // 2 : (i + 1) * a.count // 2] for a in (total, codes, x)] for i in (0, 1)]
+        low, high = (intrinsic("llvm.x86.avx512.vpdpbusd.256", half[0].type, *half) for half in halves)
+        return low.then(high)
     halves = vector(I16, PIECE // 2)
     codes, x = codes.as_type(halves), x.as_type(halves)
-    for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):
-        for i in (0, 1):
-            places = range(i, PIECE // 2, 2)
-            total = total + c.take(places).signed(I32) * s.take(places).signed(I32)
+    for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):  # even bytes, odd bytes
+        total = total + c.neighbours(s)
     return total

@@ -23,7 +23,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, dot, share
+from pallas_kernels.cpu.activations import DWORDS, dot, scaled, share
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -56,10 +56,15 @@ class Kernel(activations.Kernel):
     def order(self) -> np.ndarray:
         """int [units]: the units of a chunk, in the panel's order. With integers a unit is four columns, a
         dword of a piece; with floats it is a column. They are sorted by the partial sum that they are added
-        to."""
+        to, and within it by share."""
         v = self.vectors
-        to = v.columns[:, ::4].ravel() // v.group if self.integers else np.arange(v.width) % DWORDS
+        to = v.column_shares[v.columns[:, ::4].ravel()] if self.integers else np.arange(v.width) % DWORDS
         return np.argsort(to, kind="stable")
+
+    @property
+    def factors(self) -> np.ndarray:
+        v = self.vectors
+        return np.arange(v.groups * v.shares) if v.shares > 1 else np.empty(0, int)
 
     @property
     def places(self) -> np.ndarray:
@@ -222,7 +227,18 @@ class _Writer(activations.Writer):
             zeros = x[m].at(number + offset["zeros"]).load(I32).splat(DWORDS) if v.zero else start
             ints[m, beside] = Variable(zeros)
         bytes_of = lambda dwords: dwords.as_type(vector(I8, PIECE))  # noqa: E731
-        self._add_units(chunk, x, g, ints, I32, lambda s, w, q: dot(s, bytes_of(w), bytes_of(q)))
+        add = lambda s, w, q: dot(s, bytes_of(w), bytes_of(q))  # noqa: E731
+        units = len(kernel.order) // (v.groups * v.shares)
+        if v.shares == 1:
+            self._add_units(chunk, x, g, units, ints, I32, add)
+        else:
+            with loop(g * v.shares, (g + 1) * v.shares) as share:
+                own = {at: Variable(start) for at in ints}
+                self._add_units(chunk, x, share, units, own, I32, add)
+                for m in range(TILE):
+                    factor = x[m].at(share * 4 + offset["factors"]).load(I32).splat(DWORDS)
+                    for j in range(VECTORS):
+                        ints[m, j].value = scaled(ints[m, j].value, own[m, j].value, factor)
         for j in range(VECTORS):
             place = chunk.at(g * (VECTORS * PIECE) + PIECE * j)
             scale = place.at(kernel.chunk["scale"]).load(vector(F32, DWORDS))
@@ -236,14 +252,14 @@ class _Writer(activations.Writer):
                     total.value = (-minimum).fma(x_sum, total.value)
 
     def _float_group(self, chunk: Value, x: list[Value], g: Value, sums: dict) -> None:
-        self._add_units(chunk, x, g, sums, F32, lambda s, w, q: w.fma(q, s))
+        units = len(self.kernel.order) // self.kernel.sums
+        self._add_units(chunk, x, g, units, sums, F32, lambda s, w, q: w.fma(q, s))
 
     def _add_units(
-        self, chunk: Value, x: list[Value], g: Value, sums: dict, element: Type,
+        self, chunk: Value, x: list[Value], g: Value, units: int, sums: dict, element: Type,
         added: Callable[[Value, Value, Value], Value],
     ) -> None:  # fmt: skip
-        """sum = added(sum, weights, activations) for each sum and each of a group's units, vectors of 16."""
-        units = len(self.kernel.order) * self.kernel.turns // self.kernel.sums
+        """sum = added(sum, weights, activations) for each sum and each unit of share g, vectors of 16."""
         step = min(units, UNROLLED)
         with loop(constant(chunk.b, I64, 0), constant(chunk.b, I64, units), step) as u:
             for i in range(step):

@@ -9,8 +9,23 @@ from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
 from pallas_kernels.cpu.activations import DWORDS, dot, share
-from pallas_kernels.cpu.values import F32, I8, I32, I64, Type, Value, Variable, constant, loop, vector, when
+from pallas_kernels.cpu.values import (
+    F32,
+    I8,
+    I16,
+    I32,
+    I64,
+    Type,
+    Value,
+    Variable,
+    constant,
+    loop,
+    vector,
+    when,
+)
 from pallas_kernels.cpu.vectors import PIECE, Load
+
+PACKED = np.arange(2 * DWORDS).reshape(2, -1, 4).swapaxes(0, 1).ravel()  # the order of Value.packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,11 +34,32 @@ class Kernel(activations.Kernel):
 
     rows: int
 
+    FACTOR = I16
+
     @property
     def places(self) -> np.ndarray:
         """In the order of the pieces, of which `floats` takes every fourth column."""
         columns = self.vectors.columns
         return (columns if self.integers else columns.reshape(-1, DWORDS, 4).swapaxes(1, 2)).ravel()
+
+    @property
+    def classes(self) -> list[tuple[int, ...]]:
+        """The shares of lanes, of each kind of pieces."""
+        v = self.vectors
+        return list(dict.fromkeys(tuple(v.lane_shares(p).tolist()) for p in range(v.pieces)))
+
+    @property
+    def factors(self) -> np.ndarray:
+        """Of each class's lanes; of two classes together in the order in which `_scaled` reads them."""
+        if self.vectors.shares == 1:
+            return np.empty(0, int)
+        lanes = np.array(self.classes).reshape(-1, self.pairs * DWORDS)
+        return (lanes if self.pairs == 1 else lanes[:, PACKED]).ravel()
+
+    @property
+    def pairs(self) -> int:
+        """How many classes of a chunk are stored together: 2 if they come out even."""
+        return 1 + (len(self.classes) % 2 == 0)
 
     def workspace(self, rows: int, k: int) -> int:
         return -(-k // self.vectors.width) * rows * self.record["end"]
@@ -111,10 +147,12 @@ class _Writer(activations.Writer):
         codes = [v.codes(load) for load in loads]
         scales = _joined([v.scales(load) for load in loads])  # pyrefly: ignore[not-callable]
         minimums = _joined([v.minimums(load) for load in loads]) if v.minimums else None
-        same: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # pieces whose lanes have the same groups
+        kinds = self.kernel.classes
+        same: dict[tuple[int, int], list[int]] = {}  # a chunk's pieces whose lanes have the same shares
         for c in range(len(loads)):
             for p in range(v.pieces):
-                same.setdefault(tuple(v.lane_groups(p) + c * v.groups), []).append((c, p))
+                same.setdefault((c, kinds.index(tuple(v.lane_shares(p).tolist()))), []).append(p)
+        labels = [np.array(kinds[kind]) // v.shares + c * v.groups for c, kind in same]
         turns, groups = self.kernel.turns, np.arange(self.kernel.sums) % v.groups
         own = None
         if alone is not None:
@@ -126,13 +164,17 @@ class _Writer(activations.Writer):
                 return _joined([record.at(offset[name]).load(vector(kind, v.groups)) for record in row])
 
             lanes = []
-            for pieces in same.values():
-                ints = constant(scales.b, vector(I32, DWORDS), 0)
-                for c, p in pieces:
+            zero = constant(scales.b, vector(I32, DWORDS), 0)
+            for (c, _), pieces in same.items():
+                ints = zero
+                for p in pieces:
                     x = row[c].at(offset["x"] + PIECE * p).load(vector(I8, PIECE))
                     ints = dot(ints, codes[c][p], x)
                 lanes.append(ints)
-            ints = _group_sums(lanes, [np.array(labels) for labels in same])
+            places = labels
+            if v.shares > 1:
+                lanes, places = self._scaled(lanes, list(same), row, labels)
+            ints = _group_sums(lanes, places)
             ints = ints + side("zeros", I32) if v.zero else ints
             factors = [(ints.float(), scales * side("scale", F32))]
             if minimums is not None:
@@ -141,6 +183,27 @@ class _Writer(activations.Writer):
                 if own is not None:
                     one, other = one.take(groups), own.select(other.take(groups), 0.0)
                 total.value = one.fma(other, total.value)
+
+    def _scaled(
+        self, lanes: list[Value], at: list[tuple[int, int]], row: list[Value], groups: list[np.ndarray]
+    ) -> tuple[list[Value], list[np.ndarray]]:
+        """Sums of 16 bits times their lanes' factors, and the group of each element. Two vectors at a time
+        become one, in which neighbours, which belong to a group, have been added.
+
+        at: the chunk and the class of each vector; row: the chunks' records; groups: those of the lanes
+        """
+        kernel, out = self.kernel, []
+        kind = vector(kernel.FACTOR, kernel.pairs * DWORDS)
+        size = kernel.FACTOR.width // 8 * DWORDS
+        stored = [row[c].at(kernel.record["factors"] + size * number).load(kind) for c, number in at]
+        if len(lanes) % 2:
+            lanes = [*lanes, constant(lanes[0].b, lanes[0].type, 0)]
+            stored, groups = [*stored, stored[-1]], [*groups, groups[-1]]
+        for i in range(0, len(lanes), 2):
+            factors = stored[i] if kernel.pairs == 2 else stored[i].then(stored[i + 1]).take(PACKED)
+            out.append(lanes[i].packed(lanes[i + 1]).neighbours(factors))
+        pairs = zip(groups[::2], groups[1::2], strict=True)
+        return out, [np.concatenate(pair)[PACKED][::2] for pair in pairs]
 
     def _add_floats(self, load: Load, records: list[Value], sums: list[Variable]) -> None:
         """Add the products of a chunk's columns with each row of activations."""

@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import compiled
+from pallas_kernels.cpu.vectors import PIECE
 
 Builder = Any  # an ir.IRBuilder, which is not annotated
 Type = Any  # an ir.Type
@@ -120,6 +121,22 @@ class Value:
     def low_bytes(self) -> "Value":
         return self.narrow(I8)
 
+    def packed(self, other: "Value") -> "Value":
+        """Vectors of int32 as 16-bit integers, which they must fit: four of the one, four of the other, and
+        so on, as x86 packs them."""
+        if packed := _x86("packssdw", I16, 2 * self.count, self, other):
+            return packed
+        places = np.arange(2 * self.count).reshape(2, -1, 4).swapaxes(0, 1).ravel()
+        return self.narrow(I16).then(other.narrow(I16)).take(places)
+
+    def neighbours(self, other: "Value") -> "Value":
+        """a[0] b[0] + a[1] b[1], a[2] b[2] + a[3] b[3], ..., int32, of vectors of 16-bit integers."""
+        if added := _x86("pmaddw.d", I32, self.count // 2, self, other):
+            return added
+        places = [range(i, self.count, 2) for i in (0, 1)]
+        even, odd = (self.take(at).signed(I32) * other.take(at).signed(I32) for at in places)
+        return even + odd
+
     def bfloat16(self) -> "Value":
         """The bits of bfloat16 as float32."""
         return (self.unsigned(I32) << 16).as_type(self.shaped(F32))
@@ -135,6 +152,9 @@ class Value:
         return self._made(self.b.sext(self.ir, self.shaped(element)))
 
     def narrow(self, element: Type) -> "Value":
+        """As integers of fewer bits, or of as many."""
+        if element == self.element:
+            return self
         return self._made(self.b.trunc(self.ir, self.shaped(element)))
 
     def float(self, signed: bool = True) -> "Value":
@@ -152,7 +172,11 @@ class Value:
 
     def bits(self) -> "Value":
         """A condition for each bit of bytes, the lowest bit of the first byte first."""
-        return self.as_type(vector(ir.IntType(1), self.count * self.element.width))
+        count = self.count * self.element.width
+        if compiled.has("avx512bw"):  # it has registers for them
+            return self.as_type(vector(ir.IntType(1), count))
+        each = self.as_type(vector(I8, count // 8)).take(np.arange(count) // 8)
+        return (each & (1 << np.arange(count) % 8)).compared("!=", 0)
 
     def splat(self, count: int) -> "Value":
         """A vector that repeats a number, or a vector of one element, `count` times."""
@@ -169,9 +193,9 @@ class Value:
 
     def looked_up(self, table: Sequence[int]) -> "Value":
         """Bytes from a table of 16; the indices are bytes from 0 to 15."""
-        if self.count == 64 and compiled.has("avx512bw"):
-            places = constant(self.b, self.type, np.tile(table, 4))
-            return intrinsic("llvm.x86.avx512.pshuf.b.512", self.type, places, self)
+        places = constant(self.b, self.type, np.resize(table, self.count))
+        if self.count == PIECE and (bytes_ := _x86("pshuf.b", I8, PIECE, places, self)):
+            return bytes_
         values = [constant(self.b, self.type, value) for value in table]
         for bit in (1, 2, 4, 8):
             is_set = (self & bit).compared("!=", 0)
@@ -274,6 +298,19 @@ def _suffix(kind: Type) -> str:
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{_suffix(kind.element)}"
     return {F16: "f16", F32: "f32"}.get(kind) or f"i{kind.width}"
+
+
+def _x86(name: str, element: Type, count: int, *arguments: Value) -> Value | None:
+    """An instruction of x86 that leaves parts of 128 bits apart, on vectors of 512 bits as it is; None on
+    other processors. LLVM finds few of them by itself."""
+    if compiled.has("avx512bw"):
+        return intrinsic(f"llvm.x86.avx512.{name}.512", vector(element, count), *arguments)
+    if not compiled.has("avx2"):
+        return None
+    name = {"pmaddw.d": "pmadd.wd"}.get(name, name)
+    halves = [[a[i * a.count // 2 : (i + 1) * a.count // 2] for a in arguments] for i in (0, 1)]
+    low, high = (intrinsic(f"llvm.x86.avx2.{name}", vector(element, count // 2), *half) for half in halves)
+    return low.then(high)
 
 
 class Variable:

@@ -33,4 +33,6 @@ def _vector_codes(load):
     return vector_digits(load("qs").then(load("qh")), [*runs[0], *runs[1]])
 
 
-CPU = Vectors(NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float(), zero=1)
+CPU = Vectors(
+    NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float(), zero=1, shares=4
+)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.cpu.vectors import NATURAL, Vectors
+from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.encoding import not_negative, sum_in_order
 
 WEIGHTS = 128
@@ -78,9 +78,10 @@ def rows(tiled, ids, columns):
 
 
 def _codes(load):
-    """Codes: 0 for -1, 2 for 1."""
-    bits = load("qs").bits()
-    return [bits[i : i + 64].bytes(2, 0) for i in range(0, 256, 64)]
+    """Codes: 0 for -1, 2 for 1; a bit of each of 64 bytes. So four bytes are 32 columns in every piece."""
+    qs = load("qs")
+    return [qs << 1 & 2, *(qs >> bit - 1 & 2 for bit in range(1, 8))]
 
 
-CPU = Vectors(NATURAL, group=128, codes=_codes, scales=lambda load: load("d").float(), zero=1)
+CPU_COLUMNS = np.arange(512).reshape(64, 8).T
+CPU = Vectors(CPU_COLUMNS, group=128, codes=_codes, scales=lambda load: load("d").float(), zero=1, shares=4)

@@ -123,4 +123,4 @@ def two_bits(load):
 
 
 CPU_COLUMNS = np.arange(256).reshape(64, 4).T
-CPU = Vectors(CPU_COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float(), zero=1)
+CPU = Vectors(CPU_COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float(), zero=1, shares=4)

@@ -20,4 +20,4 @@ from pallas_kernels.formats.q2_0_g128 import (
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
-CPU = Vectors(CPU_COLUMNS, group=64, codes=two_bits, scales=lambda load: load("d").float(), zero=1)
+CPU = Vectors(CPU_COLUMNS, group=64, codes=two_bits, scales=lambda load: load("d").float(), zero=1, shares=2)

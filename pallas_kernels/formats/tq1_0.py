@@ -107,4 +107,6 @@ def _vector_codes(load):
     return vector_digits(load("qs").then(load("qh")), [(0, 32, 5), (32, 16, 5), (48, 4, 4)])
 
 
-CPU = Vectors(NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float().splat(2), zero=1)
+CPU = Vectors(
+    NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float().splat(2), zero=1, shares=4
+)

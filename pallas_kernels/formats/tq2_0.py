@@ -56,4 +56,6 @@ def _packed(q):
     return packing.packed(q.reshape(*lead, 2, 128), 2).reshape(*lead, 64)
 
 
-CPU = Vectors(QUARTERS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)
+CPU = Vectors(
+    QUARTERS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1, shares=4
+)

@@ -2,7 +2,7 @@
 of many by cpu/panels.py.
 
     file bytes -> a QTensor's fields, rows of blocks as they lie, which the reference reads too
-    x [M, K] float32 -> norm -> integers of 8 bits, a scale per group of columns
+    x [M, K] float32 -> norm -> integers of 8 bits, a scale per group of columns (cpu/rounding.py)
     rows of weights, a chunk of columns at a time                                    by all threads
         codes and scales of the chunk (the format's Vectors)
         sums of code * integer, exact, in int32; times both scales, added up in float32

@@ -5,6 +5,7 @@ import hashlib
 import importlib.util
 import multiprocessing
 import os
+import platform
 import subprocess
 import sys
 import threading
@@ -47,8 +48,8 @@ def weights(format, seed, *shape, bits=8):
 
 def exact_activations(rng, rows, k):
     """float32 [rows, k] that are integers of 8 bits times a power of two, the same in each 128 columns, and
-    stay so when they are rounded in groups of 16 or more."""
-    x = rng.integers(-127, 128, (rows, k // 16, 16))
+    stay so when they are rounded in groups of runs of 8 or more."""
+    x = rng.integers(-127, 128, (rows, k // 8, 8))
     x[..., 5] = 127
     return x.reshape(rows, k) * np.repeat(2.0 ** rng.integers(-9, -6, (rows, k // 128)), 128, axis=1)
 
@@ -64,7 +65,7 @@ def silu(x):
 def seen(format):
     """What a kernel's code sees of a format, but for the functions that make codes and scales."""
     v, size = formats.get(format).CPU, formats.get(format).WEIGHTS
-    return size, v.columns.tobytes(), v.group, v.scales is None, v.minimums is None, v.zero > 0
+    return size, v.columns.tobytes(), v.group, v.shares, v.scales is None, v.minimums is None, v.zero > 0
 
 
 # A format's own functions are those of every kernel: all formats for few rows, one of each kind otherwise.
@@ -107,15 +108,45 @@ def test_the_kernel_is_the_product(format, bits, rows):
     assert error(got, want) < 2e-6
 
 
-@pytest.mark.parametrize(("format", "group"), [("q4_1", 32), ("q6_k", 16), ("q1_0", 128)])
-def test_activations_are_rounded_in_the_groups_that_share_a_scale(format, group):
+# The columns that have a scale together, as axes of a row: where a format has one for more than 32, runs of
+# the group that lie in the same lanes.
+SHARES = {
+    "q4_1": ((-1, 32), (0, 1)),
+    "q6_k": ((-1, 16), (0, 1)),
+    "q2_0_g64": ((-1, 32), (0, 1)),
+    "q2_0_g128": ((-1, 32), (0, 1)),
+    "q1_0": ((-1, 32), (0, 1)),
+    "ptq1_0": ((-1, 2, 4, 16), (0, 2, 1, 3)),
+    "tq2_0": ((-1, 4, 4, 8), (0, 2, 1, 3)),
+}
+
+
+@pytest.mark.parametrize("format", SHARES)
+@pytest.mark.parametrize("rows", [2, 9])
+def test_activations_are_rounded_in_groups_of_at_most_32(format, rows):
+    """By both kernels. Activations of a group differ in size, as a model's do."""
     w, dense = weights(format, 1, 40, 512)
-    x = np.random.default_rng(2).standard_normal((2, 512)).astype(np.float32)
-    grouped = x.reshape(2, -1, group)
-    scale = np.abs(grouped).max(-1, keepdims=True) / np.float32(127)
-    rounded = (np.rint(grouped / scale) * scale).reshape(2, 512).astype(np.float64)
+    rng = np.random.default_rng(2)
+    x = (rng.standard_normal((rows, 512)) * np.exp(rng.standard_normal((rows, 512)))).astype(np.float32)
+    shape, axes = SHARES[format]
+    shares = x.reshape(rows, *shape).transpose(0, *(axis + 1 for axis in axes))
+    size, flat = 16 if format == "q6_k" else 32, shares.reshape(rows, -1)
+    flat = flat.reshape(rows, -1, size).astype(np.float64)
+    largest, factors = np.abs(flat).max(-1, keepdims=True), formats.get(format).CPU.shares
+    group = (
+        largest.reshape(rows, -1, factors, 1).max(2, keepdims=True).repeat(factors, 2).reshape(largest.shape)
+    )
+    each = []
+    for a in (127, 125, 123):
+        scale = largest / a
+        if factors > 1:  # whole 256ths of the group's
+            scale = np.ceil(256 * 127 * scale / group) * group / (256 * 127)
+        each.append(np.rint(flat / scale) * scale)
+    errors = [((flat - rounded) ** 2).sum(-1, keepdims=True) for rounded in each]
+    rounded = np.take_along_axis(np.array(each), np.argmin(errors, 0)[None], 0).reshape(shares.shape)
+    rounded = rounded.transpose(0, *(np.argsort(axes) + 1)).reshape(rows, 512)
     got = matmul(jnp.asarray(x), w)
-    assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 1e-2
+    assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 2e-2
 
 
 @pytest.mark.parametrize("rows", [2, 6, 7, 33])
@@ -163,6 +194,33 @@ def large_product(rows=1):
 def digest(_=None) -> str:
     results = [steps(x) for steps, x in map(large_product, (1, 9))]
     return hashlib.sha256(b"".join(np.asarray(y).tobytes() for y in results)).hexdigest()
+
+
+def by_avx2(*features):
+    """In a process of its own: what processors without AVX-512 run."""
+    from pallas_kernels.cpu import compiled
+
+    compiled.processor = lambda: ("x86-64-v3", ",".join(["+avx2", "+fma", "+f16c", *features]))
+    for format in ("q1_0", "tq2_0", "q4_k", "q5_1", "iq4_nl"):
+        for rows in (2, 9):
+            w, dense = weights(format, 1, 37, WHOLE)
+            x = exact_activations(np.random.default_rng(rows), rows, WHOLE).astype(np.float32)
+            assert error(matmul(x, w), x @ dense.T) < 2e-6, (format, rows)
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="for x86")
+@pytest.mark.parametrize("vnni", [False, True])
+def test_processors_without_avx512_have_the_product_too(vnni, tmp_path):
+    from pallas_kernels.cpu import compiled
+
+    if vnni and not compiled.has("avxvnni"):
+        pytest.skip("this processor has no AVX-VNNI")
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    code = "from tests.pallas_kernels import test_cpu; test_cpu.by_avx2({})".format("'+avxvnni'" * vnni)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
