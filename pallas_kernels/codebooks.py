@@ -2,7 +2,8 @@
 
 The rules are ggml's (llama.cpp, ggml-quants.c) with one difference. ggml rounds each weight alone, and if
 that gives no point of the codebook it compares the points nearest to the rounded one; these encoders compare
-all points. They find the same one or one with a smaller error.
+all points. They find the same one or one with a smaller error. Loops over points and over a few blocks at a
+time suit a CPU; on a GPU they are right, and slow.
 
 A group is weights with one scale, the last axis of an array [m, n]. A point has `width` weights of a group.
 """

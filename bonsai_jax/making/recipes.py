@@ -140,7 +140,8 @@ def _rule(pattern: str, format: str) -> tuple[re.Pattern[str], str]:
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
     bases = {r.base for r in RECIPES.values()}  # iq2_s is the name of a format and of a mix with another one
-    return compiled, format.lower() if format.lower() in bases else recipe(format).base
+    key = format.lower().replace("-", "_")
+    return compiled, key if key in bases else recipe(format).base
 
 
 def _that_fits(format: str, columns: int) -> str:

@@ -33,7 +33,7 @@ GRID = lattice(
 )
 
 POINTS = odd(GRID)
-FACTOR = 0.9875  # ggml's, of d: what the codes of scales lose is no loss in the mean
+FACTOR = 0.9875  # ggml's, of d
 
 
 def dequantize(block):

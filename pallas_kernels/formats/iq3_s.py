@@ -32,7 +32,7 @@ GRID = lattice(
 )
 
 TRIED = [15 + 0.2 * i for i in range(-9, 10)]  # for the greatest number of a group
-FACTOR = 1.033  # ggml's, of d: it makes the error a little smaller
+FACTOR = 1.033  # ggml's, of d
 
 
 def dequantize(block):

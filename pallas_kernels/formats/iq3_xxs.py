@@ -29,7 +29,7 @@ GRID = lattice(
 
 POINTS = odd(GRID)
 TRIED = [15 + 0.2 * i for i in range(-15, 16)]  # for the greatest number of a group
-FACTOR = 1.0125  # ggml's, of d: it makes the error a little smaller
+FACTOR = 1.0125  # ggml's, of d
 
 
 def dequantize(block):

@@ -23,7 +23,7 @@ def test_perplexity_is_at_most_one_percent_more(comparison, format):
     assert result.ours < 1.01 * result.ggml
 
 
-@pytest.mark.parametrize("format", ["iq1_m", "iq2_m", "iq3_xxs"])
+@pytest.mark.parametrize("format", ["iq2_m", "iq3_xxs"])
 def test_llama_cpp_reads_these_files(comparison, format, tmp_path):
     path = tmp_path / "new.gguf"
     quantize_file(comparison.original, path, format, importance=comparison.importance)

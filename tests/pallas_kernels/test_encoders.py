@@ -256,7 +256,7 @@ def test_our_blocks_are_what_others_read(format):
     np.testing.assert_array_equal(decoded(raw, format), gguf.quants.dequantize(raw, kind))
 
 
-@pytest.mark.parametrize("format", [*ONE_RULE, *SEARCHED, *TERNARY])
+@pytest.mark.parametrize("format", [*ONE_RULE, *SEARCHED, *TERNARY, "iq3_s"])
 def test_any_leading_axes(format):
     x = weights(7)[:8].reshape(2, 4, COLUMNS)
     whole, rows = quantize(jnp.asarray(x), format), quantize(jnp.asarray(x.reshape(8, -1)), format)
