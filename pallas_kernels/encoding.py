@@ -183,24 +183,30 @@ def quantized_scales(scales, steps: int):
 
 
 def weighted_scales(scales, weights, steps: int):
-    """`quantized_scales`, of which the weighted error is least: of nine inverse scales around steps / the
-    greatest the best, and then code by code (ggml's make_qp_quants)."""
-    most = scales.max(axis=-1)
+    """`quantized_scales`, of which the weighted error is least, by `positive_fit`."""
+    d, q = positive_fit(scales, weights, steps)
+    return d.astype(jnp.float16), q.astype(jnp.uint8)
+
+
+def positive_fit(x, weights, steps: int) -> tuple[jax.Array, jax.Array]:
+    """The scale and codes 0..steps, both float32, of groups of numbers that are not negative, with the least
+    weighted error: of nine inverse scales around steps / the greatest the best, and then code by code (ggml's
+    make_qp_quants)."""
+    most = x.max(axis=-1)
     nothing = most < EPSILON
     most = jnp.where(nothing, 1, most)
 
     def codes(factor):
-        return jnp.minimum(jnp.round((factor / most)[..., None] * scales), steps)
+        return jnp.minimum(jnp.round((factor / most)[..., None] * x), steps)
 
     def error(factor):
-        away = scales - codes(factor) * (most / factor)[..., None]
+        away = x - codes(factor) * (most / factor)[..., None]
         return (weights * away * away).sum(axis=-1)
 
     factors = jnp.asarray([steps, *(steps + 0.1 * i for i in range(-4, 5) if i)], jnp.float32)
     best = factors[jnp.stack([error(factor) for factor in factors]).argmin(axis=0)]
-    d, q = _refined(scales, weights, codes(best), 0, steps, turns=5)
-    d, q = jnp.where(nothing, 0, d), jnp.where(nothing[..., None], 0, q)
-    return d.astype(jnp.float16), q.astype(jnp.uint8)
+    d, q = _refined(x, weights, codes(best), 0, steps, turns=5)
+    return jnp.where(nothing, 0, d), jnp.where(nothing[..., None], 0, q)
 
 
 def weighted_signed_scales(scales, weights, low: int, high: int):

@@ -130,13 +130,17 @@ def quantize(x: jax.Array, format: str, importance: jax.Array | None = None) -> 
 
     importance  float32 [K] or [*lead, K]: the mean square of the activations that each column is multiplied
                 with. Errors are weighted by it, as in ggml's quantizer; a format with one rule ignores it
-    Raises NotImplementedError if the format has no encoder, and ValueError if K is not a multiple of its
-    block, or for an importance of another shape.
+    Raises NotImplementedError if the format has no encoder, or one that needs importance, and ValueError if
+    K is not a multiple of its block, or for an importance of another shape.
     """
     module = formats.get(format)
-    if not hasattr(module, "quantize"):
+    weighted = hasattr(module, "quantize_weighted")
+    if not hasattr(module, "quantize") and (importance is None or not weighted):
         able = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
-        raise NotImplementedError(f"format {format} has no encoder; formats that have one: {', '.join(able)}")
+        without = " without the importance of columns" if weighted else ""
+        raise NotImplementedError(
+            f"format {format} has no encoder{without}; formats that have one: {', '.join(able)}"
+        )
     if x.shape[-1] % module.WEIGHTS:
         raise ValueError(
             f"{format}: {x.shape[-1]} columns are not a multiple of its block of {module.WEIGHTS}"
@@ -147,7 +151,7 @@ def quantize(x: jax.Array, format: str, importance: jax.Array | None = None) -> 
             f"{format}: importance has shape {importance.shape} for weights {x.shape}; expected one number "
             f"per column, {x.shape[-1:]}"
         )
-    if importance is None or not hasattr(module, "quantize_weighted"):
+    if importance is None or not weighted:
         fields = module.quantize(blocks)
     else:
         columns = jnp.asarray(importance, jnp.float32)[..., None, :]  # of every row

@@ -23,7 +23,7 @@ def command(
         str,
         typer.Argument(
             metavar="FORMAT",
-            help="q4_k_m, q5_k_m, q6_k, q8_0, q4_0, iq4_xs, mxfp4, q2_k, tq2_0, q1_0 and more, in any case.",
+            help="q4_k_m, q5_k_m, q6_k, q8_0, iq4_xs, iq3_m, q2_k, mxfp4, tq2_0, q1_0 and more, in any case.",
         ),
     ],
     tensor_type: Annotated[

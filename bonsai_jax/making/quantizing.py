@@ -45,6 +45,13 @@ class Change:
         return self.before != self.after and hasattr(formats.get(self.after), "quantize_weighted")
 
     @property
+    def needs_importance(self) -> bool:
+        """Whether its format has no rule without an importance matrix, or one that loses too much."""
+        return recipes.needs_importance(self.name, self.after) or not hasattr(
+            formats.get(self.after), "quantize"
+        )
+
+    @property
     def weights(self) -> int:
         return math.prod(self.shape)
 
@@ -84,6 +91,12 @@ def planned(
         if change.before == change.after:
             continue
         where = f"{checkpoint.source}: {change.name}"
+        if not change.weighted and change.needs_importance:
+            lacking = "" if known is None else f", which {known.source} does not name"
+            raise ValueError(
+                f"{where}{lacking}: {change.after} needs an importance matrix. Make one with `bonsai-jax "
+                "imatrix` and give it: --imatrix FILE, importance=FILE"
+            )
         if change.before not in formats.names():
             raise NotImplementedError(f"{where} has format {change.before}, which is not supported")
         if change.before not in recipes.FLOATS and not requantize:
@@ -120,10 +133,11 @@ def quantize_file(
                     `making.read_importance` returns: errors of the matrices that it names are weighted by it
     overwrite       replace a file that is there
     Blocks are those of llama.cpp's own quantizer, with the same importance matrix: equal to the bit in
-    formats with one rule, nearly so in those with a search (pallas_kernels/encoding.py). Raises ValueError
-    for a format that is not known and for weights that are no finite numbers, NotImplementedError for a
-    Hugging Face folder, CheckpointError for a file that cannot be read and for an importance matrix of
-    another model, FileExistsError and other OSErrors for one that cannot be written.
+    formats with one rule, nearly so in those with a search (pallas_kernels/encoding.py, codebooks.py).
+    Raises ValueError for a format that is not known, for one that needs an importance matrix without one, and
+    for weights that are no finite numbers, NotImplementedError for a Hugging Face folder, CheckpointError for
+    a file that cannot be read and for an importance matrix of another model, FileExistsError and other
+    OSErrors for one that cannot be written.
     """
     checkpoint, path, known = _opened(source), Path(path), _read(importance)
     changes = planned(

@@ -42,6 +42,7 @@ _SAME_NAME = {
         "iq4_nl": 25,
         "iq4_xs": 30,
     },
+    **{"iq1_s": 24, "iq1_m": 31, "iq2_xxs": 19, "iq2_xs": 20, "iq3_xxs": 23, "iq3_s": 26},
     **{"bf16": 32, "tq1_0": 36, "tq2_0": 37, "nvfp4": 39, "q1_0": 40, "pq2_0": None, "ptq1_0": None},
 }
 _MIXES = {
@@ -53,6 +54,7 @@ _MIXES = {
         "q3_k_l": ("q3_k", 13),
     },
     **{"q4_k_s": ("q4_k", 14), "q4_k_m": ("q4_k", 15), "q5_k_s": ("q5_k", 16), "q5_k_m": ("q5_k", 17)},
+    **{"iq2_s": ("iq2_xs", 28), "iq2_m": ("iq2_s", 29), "iq3_xs": ("iq3_s", 22), "iq3_m": ("iq3_s", 27)},
     **{"mxfp4": ("mxfp4", 38), "q2_0": ("q2_0_g64", 41)},
 }
 RECIPES = {name: Recipe(name, name, file_type) for name, file_type in _SAME_NAME.items()} | {
@@ -67,7 +69,9 @@ ALIASES = {
 FLOATS = ("f32", "f16", "bf16")
 
 # Where a row is no multiple of a format's block; and where not even of 32, f16.
+_CODEBOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
 _FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0", "iq4_xs": "iq4_nl"}
+_FALLBACKS |= dict.fromkeys(_CODEBOOKS, "iq4_nl")
 _OTHERS_FALL_BACK_TO = "q4_0"
 # Matrices that stay: small, or read in a way that no packed format serves.
 _KEPT = re.compile(
@@ -75,6 +79,8 @@ _KEPT = re.compile(
     r"|indexer\.[kq]_proj\.weight|position_embd|token_types|attn_rel_b\.weight|ffn_gate_tid2eid\.weight"
 )
 _VALUES = ("attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight")
+_EMBEDDINGS = ("token_embd.weight", "per_layer_token_embd.weight")
+_SMALLEST = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq2_m")  # mixes of up to 2.7 bits a weight
 _TERNARY = ("tq1_0", "tq2_0", "q2_0_g64", "pq2_0", "ptq1_0")
 
 
@@ -83,10 +89,6 @@ def recipe(name: str) -> Recipe:
     key = name.lower().replace("-", "_")
     key = ALIASES.get(key, key)
     if key not in RECIPES:
-        if key.startswith(("iq1", "iq2", "iq3")):
-            raise ValueError(
-                f"format {name!r} cannot be written yet; q2_k with an importance matrix is as small"
-            )
         raise ValueError(f"format {name!r} is not known; known are {', '.join(sorted(RECIPES))}")
     return RECIPES[key]
 
@@ -127,12 +129,19 @@ def is_matrix(tensor: Stored) -> bool:
     return len(tensor.shape) > 1 and tensor.name.endswith("weight") and not _KEPT.search(tensor.name)
 
 
+def needs_importance(tensor: str, format: str) -> bool:
+    """Whether this tensor is too poor in this format without an importance matrix, by llama.cpp's rule."""
+    return format in _CODEBOOKS[:-1] and tensor not in ("output.weight", *_EMBEDDINGS)
+
+
 def _rule(pattern: str, format: str) -> tuple[re.Pattern[str], str]:
     try:
         compiled = re.compile(pattern)
     except re.error as error:
         raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-    return compiled, recipe(format).base
+    bases = {r.base for r in RECIPES.values()}  # iq2_s is the name of a format and of a mix with another one
+    key = format.lower().replace("-", "_")
+    return compiled, key if key in bases else recipe(format).base
 
 
 def _that_fits(format: str, columns: int) -> str:
@@ -173,29 +182,57 @@ class _Mix:
         name = tensor.name
         if self.base in FLOATS:
             return self.base
-        if name == "output.weight" or (
-            self.tied and name in ("token_embd.weight", "per_layer_token_embd.weight")
-        ):
+        if name == "output.weight" or (self.tied and name in _EMBEDDINGS):
             return self._output(tensor.shape[-1])
         if self.recipe.name == "mxfp4":
             return "mxfp4" if len(tensor.shape) > 2 else "q8_0"
-        if name in ("token_embd.weight", "per_layer_token_embd.weight"):
-            return "q4_k" if self.base in _TERNARY else self.base
+        if name in _EMBEDDINGS:
+            return self._embeddings()
+        if self.recipe.name in _SMALLEST:
+            return self._smallest(name)
         if name.endswith(_VALUES):
             self.values_seen += 1
             return self._values(self.values_seen - 1)
-        if name.endswith("attn_k.weight"):
-            return "q8_0" if self.experts == 8 else self.base
+        if name.endswith("attn_k.weight") and self.experts == 8:
+            return "q8_0"
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            return {"iq3_xxs": "iq2_s", "iq3_xs": "iq3_xxs"}.get(self.recipe.name, self.base)
         if "ffn_down" in name:
             return self._down(_layer(name))
         if name.endswith("attn_output.weight"):
             return self._attention_output()
+        if self.recipe.name == "iq3_xs" and ("ffn_gate" in name or "ffn_up" in name):
+            middle = self.layers // 8 <= _layer(name) < 7 * self.layers // 8
+            return "iq3_xxs" if middle else self.base
         return self.base
 
     def _output(self, columns: int) -> str:
         if self.recipe.name == "mxfp4" or self.base == "q8_0" or columns % GEOMETRY[self.base].weights:
             return "q8_0"
-        return "q6_k"
+        return "q5_k" if self.recipe.name in ("iq3_xxs", *_SMALLEST) else "q6_k"
+
+    def _embeddings(self) -> str:
+        if self.recipe.name in ("iq2_s", "iq2_m", "iq3_xxs"):
+            return "iq3_s"
+        if self.recipe.name in _SMALLEST:
+            return "q2_k"
+        return "q4_k" if self.base in _TERNARY else self.base
+
+    def _smallest(self, name: str) -> str:
+        """The mixes of up to 2.7 bits a weight."""
+        better = "iq3_s" if self.recipe.name in ("iq2_s", "iq2_m") else "q2_k"
+        if name.endswith(_VALUES):
+            return "q4_k" if self.shared_heads >= 4 or self.experts >= 4 else better
+        if name.endswith("attn_k.weight") and self.experts == 8:
+            return "q4_k"
+        if "ffn_down" in name and _layer(name) < self.layers // 8:
+            return better
+        if name.endswith("attn_output.weight"):
+            if self.experts == 8:
+                return "q5_k"
+            fewest = self.recipe.name in ("iq1_s", "iq1_m")
+            return "iq2_xxs" if fewest else "iq3_s" if better == "iq3_s" else self.base
+        return self.base
 
     def _values(self, layer: int) -> str:
         few = self.shared_heads >= 4  # so many heads share one of keys and values that its matrix is small
@@ -209,23 +246,29 @@ class _Mix:
             "q5_k_m": "q6_k" if _more_bits(layer, self.values) else self.base,
             "iq4_nl": "q5_k" if few else self.base,
             "iq4_xs": "q5_k" if few else self.base,
+            "iq3_xxs": "q4_k" if few else self.base if self.weighted else "iq3_s",
+            "iq3_xs": "q4_k" if few else self.base,
+            "iq3_s": "q4_k" if few else self.base,
+            "iq3_m": "q4_k",
         }.get(self.recipe.name, self.base)
         if self.layers == 80 and format in ("q3_k", "q4_k"):  # the 70B models
             format = "q5_k"
         return "q8_0" if self.experts == 8 else format
 
     def _down(self, layer: int) -> str:
-        first = layer < self.layers // 8
+        first, more = layer < self.layers // 8, _more_bits(layer, self.layers)
         return {
             "q2_k": "q3_k",
             "q2_k_s": "q4_k" if first else self.base,
             "q3_k_m": "q5_k" if layer < self.layers // 16 else "q4_k",
             "q3_k_l": "q5_k",
             "q4_k_s": "q5_k" if first else self.base,
-            "q4_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
-            "q5_k_m": "q6_k" if _more_bits(layer, self.layers) else self.base,
+            "q4_k_m": "q6_k" if more else self.base,
+            "q5_k_m": "q6_k" if more else self.base,
             "iq4_nl": "q5_k" if first and not self.weighted else self.base,
             "iq4_xs": "q5_k" if first and not self.weighted else self.base,
+            "iq3_xxs": self.base if self.weighted else "q4_k" if first else "q3_k",
+            "iq3_m": "q4_k" if first or (self.experts == 8 and more) else self.base,
             "q4_0": "q4_1" if first and self.weighted else self.base,
             "q5_0": "q5_1" if first and self.weighted else self.base,
         }.get(self.recipe.name, self.base)
@@ -233,8 +276,10 @@ class _Mix:
     def _attention_output(self) -> str:
         if self.experts == 8:
             better = ("q2_k", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m", "iq4_nl", "iq4_xs")
+            better += ("iq3_xxs", "iq3_xs", "iq3_s", "iq3_m")
             return "q5_k" if self.recipe.name in better else self.base
-        return {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k"}.get(self.recipe.name, self.base)
+        better = {"q2_k": "q3_k", "q3_k_m": "q4_k", "q3_k_l": "q5_k", "iq3_xxs": "iq3_s", "iq3_m": "q4_k"}
+        return better.get(self.recipe.name, self.base)
 
 
 def _more_bits(layer: int, layers: int) -> bool:

@@ -214,6 +214,6 @@ def _check_trainable(description: Description, chosen: Mapping[str, str]) -> Non
             )
         if not hasattr(formats.get(chosen[t.name]), "quantize"):
             raise NotImplementedError(
-                f"{description.source}: {t.name} is {chosen[t.name]}, which has no encoder; give another by "
-                'tensor_formats, such as [("' + t.name + '", "q8_0")]'
+                f"{description.source}: {t.name} is {chosen[t.name]}, which has no encoder, or none without "
+                'an importance matrix; give another by tensor_formats, such as [("' + t.name + '", "q8_0")]'
             )

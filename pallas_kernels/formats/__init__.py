@@ -9,7 +9,8 @@ A format module defines
                  them. A function, for a field whose bytes are not all valid, or that stores its scale in
                  another way: key, shape [..., *field shape], standard deviation float32 [...] -> the field
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
-    quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder
+    quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder, or one that
+                 needs an importance matrix
     quantize_weighted  float32 [..., blocks of a row, WEIGHTS] and importance of the columns, which has this
                  shape or broadcasts to it -> {field: array}, with errors weighted by column; absent if the
                  format's rule does not depend on an importance matrix

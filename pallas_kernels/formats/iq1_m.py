@@ -13,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.iq1_s import GRID, eighth
+from pallas_kernels.codebooks import in_chunks, joined, odd_scales, ternary_points
+from pallas_kernels.encoding import column_weights, inverse
+from pallas_kernels.formats.iq1_s import GRID, SHIFT, eighth
 from pallas_kernels.formats.iq2_xxs import half_scale, nibbles
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 32), ("qh", "u1", 16), ("scales", "<u2", 4)])
 NIBBLES = np.arange(0, 16, 4, dtype=np.uint16)
+FACTOR = 1.1125  # ggml's, of d
 
 
 def dequantize(block):
@@ -30,6 +33,35 @@ def dequantize(block):
     v = jnp.asarray(GRID)[number] + eighth(high >> 3)[..., None]  # [..., 32, 8]
     scale = 2 * half_scale(jax.lax.bitcast_convert_type(d, jnp.float16), sc.reshape(*lead, 16))
     return (scale[..., None] * v.reshape(*lead, 16, 16)).reshape(*lead, 256)
+
+
+def quantize(x):
+    """Of each 16 weights scale, signs of r and points by ggml's search; scales in 3 bits, of the d that fits
+    all weights."""
+    square = x * x
+    return in_chunks(_stored, x, square + square.mean(axis=-1, keepdims=True) / 256)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with errors weighted by column."""
+    return in_chunks(_stored, x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights):
+    numbers, shifts, scales = ternary_points(x, weights, GRID, 16, 2, SHIFT)
+    d, sc = odd_scales(scales, 7)
+    v = jnp.asarray(GRID)[numbers].reshape(-1, 16, 2, 8) + shifts[..., None]
+    q = (v.reshape(-1, 16, 16) * (2 * sc.astype(jnp.float32) + 1)[..., None]).reshape(x.shape)
+    qx, qq = (weights * q * x).sum(axis=-1), (weights * q * q).sum(axis=-1)
+    d = FACTOR * jnp.where(qq > 0, qx * inverse(qq), d)
+    bits = jax.lax.bitcast_convert_type(d.astype(jnp.float16), jnp.uint16)
+    high = (numbers >> 8) | (shifts.reshape(-1, 32) < 0).astype(jnp.int32) << 3
+    packed = joined(sc.reshape(-1, 4, 4), 3).astype(jnp.uint16)
+    return {
+        "qs": numbers.astype(jnp.uint8),
+        "qh": joined(high.reshape(-1, 16, 2), 4).astype(jnp.uint8),
+        "scales": packed | (bits[..., None] >> NIBBLES) << 12,
+    }
 
 
 def _random_scales(key, shape, scale):

@@ -11,6 +11,8 @@ Eight weights at a time are a point of GRID, v; sc in 0..7 and r = 1/8 or -1/8 a
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codebooks import in_chunks, joined, odd_scales, ternary_points
+from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice
 
 WEIGHTS = 256
@@ -30,6 +32,9 @@ GRID = lattice(
     8,
 )
 
+SHIFT = 0.125
+FACTOR = 1.125  # ggml's, of d
+
 
 def dequantize(block):
     lead = block["d"].shape
@@ -43,3 +48,19 @@ def dequantize(block):
 def eighth(negative):
     """r: -1/8 where `negative` is 1, 1/8 where it is 0."""
     return 0.125 - 0.25 * negative.astype(jnp.float32)
+
+
+def quantize_weighted(x, importance):
+    """Of each 32 weights scale, sign of r and points by ggml's search; scales in 3 bits, of d."""
+    return in_chunks(_stored, x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights):
+    numbers, shifts, scales = ternary_points(x, weights, GRID, 32, 1, SHIFT)
+    d, sc = odd_scales(scales, 7)
+    high = joined((numbers >> 8).reshape(-1, 8, 4), 3) | sc.astype(jnp.uint32) << 12
+    return {
+        "d": (FACTOR * d).astype(jnp.float16),
+        "qs": numbers.astype(jnp.uint8),
+        "qh": (high | (shifts[..., 0] < 0).astype(jnp.uint32) << 15).astype(jnp.uint16),
+    }

@@ -9,9 +9,14 @@ Eight weights at a time are a point of GRID, v, with signs s; sc in 0..15 is of 
     scales 8 bytes: the low nibble of byte g is sc of weights 32g .. 32g+15, the high nibble of the next 16
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.encoding import column_weights
+from pallas_kernels.formats.iq2_xs import TRIED
 from pallas_kernels.formats.iq2_xxs import VALUES, half_scale, lattice, nibbles, signs
 
 WEIGHTS = 256
@@ -27,6 +32,9 @@ GRID = lattice(
     8,
 )
 
+POINTS = odd(GRID)
+FACTOR = 0.9875  # ggml's, of d
+
 
 def dequantize(block):
     lead = block["d"].shape
@@ -35,3 +43,28 @@ def dequantize(block):
     v = jnp.asarray(GRID)[number] * signs(block["signs"])  # [..., 32, 8]
     scale = half_scale(block["d"], nibbles(block["scales"])) / 4
     return (scale[..., None] * v.reshape(*lead, 16, 16)).reshape(*lead, 256)
+
+
+def quantize(x):
+    """Of each 16 weights scale and points by ggml's search; scales in 4 bits, of d."""
+    square = x * x
+    return in_chunks(
+        functools.partial(_stored, floor=PLAIN), x, square + square.mean(axis=-1, keepdims=True) / 2
+    )
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with errors weighted by column."""
+    return in_chunks(_stored, x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights, floor=WEIGHTED):
+    negative, numbers, scales = signed_points(x, weights, POINTS, 16, TRIED, floor)
+    d, sc = odd_scales(scales, 15)
+    return {
+        "d": (FACTOR * d).astype(jnp.float16),
+        "qs": numbers.astype(jnp.uint8),
+        "signs": joined(negative, 1).astype(jnp.uint8),
+        "qh": joined((numbers >> 8).reshape(-1, 8, 4), 2).astype(jnp.uint8),
+        "scales": joined(sc.reshape(-1, 8, 2), 4).astype(jnp.uint8),
+    }

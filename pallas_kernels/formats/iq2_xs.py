@@ -10,6 +10,8 @@ Eight weights at a time are a point of GRID, v, with signs s (as in IQ2_XXS); sc
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codebooks import in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import VALUES, even, half_scale, lattice, nibbles, signs
 
 WEIGHTS = 256
@@ -24,9 +26,28 @@ GRID = lattice(
     8,
 )
 
+POINTS = odd(GRID)
+TRIED = [5 + 0.1 * i for i in range(-9, 10)]  # for the greatest number of a group (shared with IQ2_S)
+
 
 def dequantize(block):
     lead = block["d"].shape
     v = jnp.asarray(GRID)[block["qs"] & 511] * signs(even(block["qs"] >> 9))  # [..., 32, 8]
     scale = half_scale(block["d"], nibbles(block["scales"])) / 4
     return (scale[..., None] * v.reshape(*lead, 16, 16)).reshape(*lead, 256)
+
+
+def quantize_weighted(x, importance):
+    """Of each 16 weights scale and points by ggml's search; scales in 4 bits, of d."""
+    return in_chunks(_stored, x, column_weights(x, importance, 1))
+
+
+def _stored(x, weights):
+    negative, numbers, scales = signed_points(x, weights, POINTS, 16, TRIED, even=True)
+    d, sc = odd_scales(scales, 15)
+    qs = numbers.astype(jnp.uint32) | joined(negative[..., :7], 1) << 9
+    return {
+        "d": d.astype(jnp.float16),
+        "qs": qs.astype(jnp.uint16),
+        "scales": joined(sc.reshape(-1, 8, 2), 4).astype(jnp.uint8),
+    }

@@ -16,6 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codebooks import in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.encoding import column_weights, positive_fit
+
 
 def lattice(packed: str, values: tuple[int, ...], width: int) -> np.ndarray:
     """The points of a codebook, float32 [points, width].
@@ -42,6 +45,9 @@ GRID = lattice(
     8,
 )
 
+POINTS = odd(GRID)
+TRIED = [5 + 0.1 * i for i in range(-6, 7)]  # for the greatest number of a group
+
 
 def dequantize(block):
     lead = block["d"].shape
@@ -50,6 +56,29 @@ def dequantize(block):
     v = jnp.asarray(GRID)[number] * word_signs(rest)  # [..., 8, 4, 8]
     scale = half_scale(block["d"], rest >> 28) / 4
     return (scale[..., None, None] * v).reshape(*lead, 256)
+
+
+def quantize_weighted(x, importance):
+    """Of each 32 weights scale and points by ggml's search; scales in 4 bits, of d."""
+    return in_chunks(_stored, x, column_weights(x, importance, 1))
+
+
+def _stored(x, weights):
+    negative, numbers, scales = signed_points(x, weights, POINTS, 32, TRIED, even=True, most=_most)
+    d, sc = odd_scales(scales, 15)
+    first = joined(numbers.reshape(-1, 8, 4), 8)
+    second = sign_words(negative) | sc.astype(jnp.uint32) << 28
+    return {"d": d.astype(jnp.float16), "qs": jnp.stack([first, second], axis=-1).reshape(-1, 16)}
+
+
+def _most(x, weights):
+    """3 / 4 of the greatest number, by a fit of codes 0..4: a few numbers may lie beyond the points."""
+    return 3 * positive_fit(x, weights, 4)[0]
+
+
+def sign_words(negative):
+    """The inverse of `word_signs`: bool [m, 32, 8] -> uint32 [m, 8]."""
+    return joined(joined(negative[..., :7], 1).reshape(-1, 8, 4), 7)
 
 
 def word_signs(word):

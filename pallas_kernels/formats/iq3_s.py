@@ -9,9 +9,13 @@ Four weights at a time are a point of GRID, v, with signs s; sc in 0..15 is of 3
     scales 4 bytes: the low nibble of byte g is sc of weights 64g .. 64g+31, the high nibble of the next 32
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, joined, odd_scales, signed_points
+from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice, nibbles, signs
 
 WEIGHTS = 256
@@ -27,6 +31,9 @@ GRID = lattice(
     4,
 )
 
+TRIED = [15 + 0.2 * i for i in range(-9, 10)]  # for the greatest number of a group
+FACTOR = 1.033  # ggml's, of d
+
 
 def dequantize(block):
     lead = block["d"].shape
@@ -35,3 +42,25 @@ def dequantize(block):
     v = jnp.asarray(GRID)[number].reshape(*lead, 32, 8) * signs(block["signs"])
     scale = 2 * half_scale(block["d"], nibbles(block["scales"]))
     return (scale[..., None] * v.reshape(*lead, 8, 32)).reshape(*lead, 256)
+
+
+def quantize(x):
+    """Of each 32 weights scale and points by ggml's search; scales in 4 bits, of d."""
+    return in_chunks(functools.partial(_stored, floor=PLAIN), x, x * x)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with errors weighted by column."""
+    return in_chunks(_stored, x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights, floor=WEIGHTED):
+    negative, numbers, scales = signed_points(x, weights, GRID, 32, TRIED, floor)
+    d, sc = odd_scales(scales, 15)
+    return {
+        "d": (FACTOR * d).astype(jnp.float16),
+        "qs": numbers.astype(jnp.uint8),
+        "qh": joined((numbers >> 8).reshape(-1, 8, 8), 1).astype(jnp.uint8),
+        "signs": joined(negative, 1).astype(jnp.uint8),
+        "scales": joined(sc.reshape(-1, 4, 2), 4).astype(jnp.uint8),
+    }

@@ -7,10 +7,14 @@ Four weights at a time are a point of GRID, v, with signs s; sc in 0..15 is of 3
     scales 8 u32: of weights 32g .. 32g+31, signs and sc as in the second words of IQ2_XXS
 """
 
+import functools
+
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.iq2_xxs import half_scale, lattice, word_signs
+from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, odd, odd_scales, signed_points
+from pallas_kernels.encoding import column_weights
+from pallas_kernels.formats.iq2_xxs import half_scale, lattice, sign_words, word_signs
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 64), ("scales", "<u4", 8)])
@@ -23,6 +27,10 @@ GRID = lattice(
     4,
 )
 
+POINTS = odd(GRID)
+TRIED = [15 + 0.2 * i for i in range(-15, 16)]  # for the greatest number of a group
+FACTOR = 1.0125  # ggml's, of d
+
 
 def dequantize(block):
     lead = block["d"].shape
@@ -31,3 +39,23 @@ def dequantize(block):
     )
     scale = half_scale(block["d"], block["scales"] >> 28) / 2
     return (scale[..., None] * v).reshape(*lead, 256)
+
+
+def quantize(x):
+    """Of each 32 weights scale and points by ggml's search; scales in 4 bits, of d."""
+    return in_chunks(functools.partial(_stored, floor=PLAIN), x, x * x)
+
+
+def quantize_weighted(x, importance):
+    """`quantize`, with errors weighted by column."""
+    return in_chunks(_stored, x, column_weights(x, importance, 2))
+
+
+def _stored(x, weights, floor=WEIGHTED):
+    negative, numbers, scales = signed_points(x, weights, POINTS, 32, TRIED, floor, even=True)
+    d, sc = odd_scales(scales, 15)
+    return {
+        "d": (FACTOR * d).astype(jnp.float16),
+        "qs": numbers.astype(jnp.uint8),
+        "scales": sign_words(negative) | sc.astype(jnp.uint32) << 28,
+    }

@@ -9,6 +9,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.making import planned, quantize_file, read_importance, recipes
 from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
+from pallas_kernels import formats
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.test_oracle import as_file
 from tests.bonsai_jax.test_quantize import METADATA, named
@@ -125,6 +126,22 @@ def test_the_command_says_what_the_file_does_not_name(model, gguf_file, tmp_path
     assert done.stdout.splitlines()[1:] == [
         f"{gguf_file} does not name 1 of 3 matrices, made without: {OTHER}"
     ]
+
+
+def test_formats_that_need_it_are_refused_without(model, gguf_file, means, weights, tmp_path):
+    new = tmp_path / "new.gguf"
+    without = run("quantize", model, new, "iq2_xs", "--pure")
+    assert without.exit_code == 1 and "\n" not in without.stderr.strip()
+    assert f"{DOWN}: iq2_xs needs an importance matrix. Make one with `bonsai-jax imatrix`" in without.stderr
+    with pytest.raises(ValueError, match=rf"{OTHER}, which .*imatrix\.gguf does not name: iq2_xs needs"):
+        quantize_file(model, new, "iq2_xs", pure=True, importance=gguf_file)
+    assert not new.exists()
+    others = [("attn_q|exps", "q8_0")]
+    quantize_file(model, new, "iq2_xs", pure=True, importance=gguf_file, tensor_formats=others)
+    tensor = open_checkpoint(new).tensors[DOWN]
+    found = formats.values("iq2_xs", np.asarray(tensor.data)).reshape(weights[DOWN].shape)
+    away, (columns,) = np.square(found - weights[DOWN]), means[DOWN]
+    assert (away * columns).mean() < 0.6 * away.mean() * columns.mean()
 
 
 def test_files_that_do_not_fit_are_told(model, gguf_file, legacy_file, tmp_path):

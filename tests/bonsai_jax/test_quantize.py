@@ -50,7 +50,11 @@ def mix(name: str, *, tied: bool = False, **how) -> dict[str, str]:
 # Layers whose values (attn_v) and down matrices are better than the rest, by llama.cpp's rules for a model
 # with 32 layers, in which 4 heads share one of keys and values (Llama 3 8B).
 MORE_BITS = {0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 28, 29, 30, 31}
-ALL, FIRST, TWO = range(32), range(4), range(2)
+ALL, FIRST, TWO, MIDDLE = range(32), range(4), range(2), range(4, 28)
+# Of the output matrix and of embeddings, where they are not Q6_K and the mix's own format.
+OUTPUTS = dict.fromkeys(("IQ1_S", "IQ2_XXS", "IQ2_S", "IQ2_M", "IQ3_XXS"), "q5_k")
+EMBEDDINGS = {"TQ2_0": "q4_k", **dict.fromkeys(("IQ1_S", "IQ2_XXS"), "q2_k")}
+EMBEDDINGS |= dict.fromkeys(("IQ2_S", "IQ2_M", "IQ3_XXS"), "iq3_s")
 
 
 def layers(*given) -> dict[int, str]:
@@ -71,6 +75,33 @@ BETTER = {
         "attn_output": layers((ALL, "q3_k")),
     }),
     "IQ4_XS": ("iq4_xs", {"attn_v": layers((ALL, "q5_k")), "ffn_down": layers((FIRST, "q5_k"))}),
+    "IQ1_S": ("iq1_s", {
+        "attn_v": layers((ALL, "q4_k")), "ffn_down": layers((FIRST, "q2_k")),
+        "attn_output": layers((ALL, "iq2_xxs")),
+    }),
+    "IQ2_XXS": ("iq2_xxs", {"attn_v": layers((ALL, "q4_k")), "ffn_down": layers((FIRST, "q2_k"))}),
+    "IQ2_S": ("iq2_xs", {
+        "attn_v": layers((ALL, "q4_k")), "ffn_down": layers((FIRST, "iq3_s")),
+        "attn_output": layers((ALL, "iq3_s")),
+    }),
+    "IQ2_M": ("iq2_s", {
+        "attn_v": layers((ALL, "q4_k")), "ffn_down": layers((FIRST, "iq3_s")),
+        "attn_output": layers((ALL, "iq3_s")),
+    }),
+    "IQ3_XXS": ("iq3_xxs", {
+        "attn_q": layers((ALL, "iq2_s")), "attn_k": layers((ALL, "iq2_s")), "attn_v": layers((ALL, "q4_k")),
+        "ffn_down": layers((ALL, "q3_k"), (FIRST, "q4_k")), "attn_output": layers((ALL, "iq3_s")),
+    }),
+    "IQ3_XS": ("iq3_s", {
+        "attn_q": layers((ALL, "iq3_xxs")), "attn_k": layers((ALL, "iq3_xxs")),
+        "attn_v": layers((ALL, "q4_k")),
+        "ffn_gate": layers((MIDDLE, "iq3_xxs")), "ffn_up": layers((MIDDLE, "iq3_xxs")),
+    }),
+    "IQ3_S": ("iq3_s", {"attn_v": layers((ALL, "q4_k"))}),
+    "IQ3_M": ("iq3_s", {
+        "attn_v": layers((ALL, "q4_k")), "ffn_down": layers((FIRST, "q4_k")),
+        "attn_output": layers((ALL, "q4_k")),
+    }),
     "Q6_K": ("q6_k", {}),
     "TQ2_0": ("tq2_0", {}),
     "Q1_0": ("q1_0", {}),
@@ -81,8 +112,8 @@ BETTER = {
 def test_mixes_are_llama_cpp_s(name):
     base, better = BETTER[name]
     found = mix(name)
-    assert found["output.weight"] == "q6_k"
-    assert found["token_embd.weight"] == ("q4_k" if base == "tq2_0" else base)
+    assert found["output.weight"] == OUTPUTS.get(name, "q6_k")
+    assert found["token_embd.weight"] == EMBEDDINGS.get(name, base)
     assert (
         found["output_norm.weight"]
         == found["blk.0.attn_norm.weight"]
@@ -114,12 +145,27 @@ def test_pure_and_chosen_formats():
     assert found["output_norm.weight"] == "f16"
 
 
+def test_one_name_for_a_format_and_for_a_mix_with_another():
+    found = mix("q4_k_m", chosen=[("attn_q", "IQ2_S"), ("attn_k", "q2_0"), ("ffn_up", "q5_k_m")])
+    assert [found[f"blk.9.{name}.weight"] for name in ("attn_q", "attn_k", "ffn_up")] == [
+        "iq2_s",
+        "q2_0_g64",
+        "q5_k",
+    ]
+
+
+def test_an_importance_matrix_changes_the_mix_of_iq3_xxs():
+    found = mix("iq3_xxs", weighted=True)
+    assert {found[f"blk.{i}.ffn_down.weight"] for i in ALL} == {"iq3_xxs"}
+
+
 def test_rows_that_blocks_do_not_divide_get_smaller_blocks():
     odd = [Tensor(f"blk.0.{name}.weight", "f32", (64, columns), np.zeros(0, np.uint8))
            for name, columns in (("attn_q", 96), ("attn_k", 24), ("ffn_up", 256))]  # fmt: skip
     for name, expected in {
         "q4_k_s": ("q5_0", "f16", "q4_k"), "q5_k_s": ("q5_1", "f16", "q5_k"), "q6_k": ("q8_0", "f16", "q6_k"),
         "q2_k": ("q4_0", "f16", "q2_k"), "iq4_xs": ("iq4_nl", "f16", "iq4_xs"),
+        "iq2_xxs": ("iq4_nl", "f16", "iq2_xxs"), "iq3_s": ("iq4_nl", "f16", "iq3_s"),
         "q1_0": ("q4_0", "f16", "q1_0"),
     }.items():  # fmt: skip
         found = recipes.formats_of(odd, METADATA, recipes.recipe(name))
@@ -214,7 +260,9 @@ def test_what_cannot_be_read_or_written_is_told(original, tmp_path):
         write(tmp_path, "q8_0")
     with pytest.raises(ValueError, match="'q9_k' is not known; known are bf16"):
         write(tmp_path / "new.gguf", "q9_k")
-    with pytest.raises(ValueError, match="cannot be written yet; q2_k"):
+    with pytest.raises(
+        ValueError, match=r"attn_q\.weight: iq2_xs needs an .* `bonsai-jax imatrix` .* --imatrix"
+    ):
         write(tmp_path / "new.gguf", "IQ2_XS")
     with pytest.raises(ValueError, match="no regular expression"):
         write(tmp_path / "new.gguf", "q8_0", tensor_formats=[("(", "q8_0")])

@@ -1,6 +1,7 @@
 """Encoders against ggml's own: to the bit where a format has one rule, nearly where it has a search."""
 
 import functools
+import itertools
 
 import gguf
 import jax
@@ -8,11 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import dequantize, formats, quantize
+from checkpoints import open_checkpoint
+from checkpoints.demo import demo_path
+from pallas_kernels import codebooks, dequantize, formats, quantize
 from tests.pallas_kernels import ggml_quantize
 
 ONE_RULE = ("q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q1_0", "q2_0_g64", "tq1_0", "tq2_0", "mxfp4")
 SEARCHED = ("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "nvfp4")
+CODEBOOKS = ("iq1_s", "iq1_m", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s")
+NEED_IMPORTANCE = ("iq1_s", "iq2_xxs", "iq2_xs")
 WEIGHTED = ("q4_0", "q4_1", "q5_0", "q5_1", *(name for name in SEARCHED if name != "nvfp4"))
 TERNARY = ("q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0", "tq1_0", "tq2_0")
 ROWS, COLUMNS = 64, 512
@@ -38,6 +43,11 @@ def weights(seed: int) -> np.ndarray:
 @functools.partial(jax.jit, static_argnums=1)
 def encoded(x, format):
     return formats.pack(format, quantize(x, format).fields)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def encoded_by(x, format, importance):
+    return formats.pack(format, quantize(x, format, importance).fields)
 
 
 def decoded(raw: np.ndarray, format: str) -> np.ndarray:
@@ -86,7 +96,7 @@ def column_importance(seed: int) -> np.ndarray:
 
 
 def test_formats_with_a_weighted_rule_are_all_compared():
-    assert set(WEIGHTED) == {
+    assert {*WEIGHTED, *CODEBOOKS} == {
         name for name in formats.names() if hasattr(formats.get(name), "quantize_weighted")
     }
 
@@ -97,8 +107,7 @@ def test_importance_weights_errors_as_ggml_s_does(format):
     sum decides between them."""
     x, importance = weights(1), column_importance(2)
     expected = decoded(ggml_quantize.quantize(x, format, importance), format)
-    packed = jax.jit(quantize, static_argnums=1)(x, format, importance)
-    found = decoded(np.asarray(formats.pack(format, packed.fields)), format)
+    found = decoded(np.asarray(encoded_by(x, format, importance)), format)
     same = (expected == found).reshape(-1, 32).all(axis=1).mean()
     plain = decoded(ggml_quantize.quantize(x, format), format)
     error, least, without = (
@@ -109,6 +118,88 @@ def test_importance_weights_errors_as_ggml_s_does(format):
     assert same > (0.8 if format == "iq4_xs" else 0.94)
     assert error < 1.001 * least
     assert error < without
+
+
+# `relative` of ggml's blocks of FEW rows of weights(1), with importance and without, because ggml's tables of
+# neighbours take seconds to make.
+GGML_S_ERRORS = {
+    "iq1_s": (1124.8, None),
+    "iq1_m": (727.2, 3073.51),
+    "iq2_xxs": (641.305, None),
+    "iq2_xs": (280.629, None),
+    "iq2_s": (219.17, 77.6873),
+    "iq3_xxs": (127.947, 110.293),
+    "iq3_s": (128.731, 59.2934),
+}
+FEW = 24
+
+
+def relative(w: np.ndarray, x: np.ndarray, importance: np.ndarray | float) -> float:
+    """The weighted square error of rows, each of them as if its greatest weight were 1."""
+    away = (w - x) / np.abs(x).max(axis=1, keepdims=True).clip(1e-9)
+    return float((importance * away**2).sum())
+
+
+@pytest.mark.parametrize("weighted", [True, False], ids=["weighted", "plain"])
+@pytest.mark.parametrize("format", CODEBOOKS)
+def test_points_of_codebooks_are_as_near_as_ggml_s(format, weighted):
+    x, importance = weights(1)[:FEW], column_importance(2) if weighted else None
+    if not weighted and format in NEED_IMPORTANCE:
+        with pytest.raises(NotImplementedError, match=f"{format} has no encoder without the importance"):
+            quantize(x, format)
+        return
+    found = decoded(np.asarray(encoded_by(x, format, importance)), format)
+    error = relative(found, x, 1 if importance is None else importance)
+    assert error < 1.01 * GGML_S_ERRORS[format][not weighted]
+
+
+def real_weights() -> np.ndarray:
+    """float32 [ROWS, COLUMNS], of a matrix of SmolLM2."""
+    tensor = open_checkpoint(demo_path()).tensors["blk.7.ffn_down.weight"]
+    return decoded(np.asarray(tensor.data)[:ROWS], tensor.format)[:, :COLUMNS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", CODEBOOKS)
+def test_codebooks_against_ggml_itself(format):
+    """All points are compared here, and some in ggml."""
+    importance, one = column_importance(2), np.ones(COLUMNS, np.float32)
+    for x, columns in itertools.product((weights(1), real_weights()), (importance, one, None)):
+        if columns is None and format in NEED_IMPORTANCE:
+            continue
+        expected = decoded(ggml_quantize.quantize(x, format, columns), format)
+        found = decoded(np.asarray(encoded_by(x, format, columns)), format)
+        same = (expected == found).reshape(-1, 16).all(axis=1).mean()
+        error, least = (relative(w, x, 1 if columns is None else columns) for w in (found, expected))
+        print(f"{format}: {same:.3f} of groups are the same, error {error / least:.5f} times ggml's")
+        assert error < 1.001 * least
+    x = weights(1)[:FEW]
+    for columns, stored in zip((importance, None), GGML_S_ERRORS[format], strict=True):
+        if stored is not None:
+            expected = decoded(ggml_quantize.quantize(x, format, columns), format)
+            assert relative(expected, x, 1 if columns is None else columns) == pytest.approx(stored, rel=1e-4)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_ternary_fits_are_the_best_ones(parts):
+    """Of all ways to give eight numbers -1, 0 or 1, and shifts of either sign to their parts. With several
+    parts only of those ways that keep the order of the numbers."""
+    rng = np.random.default_rng(11)
+    x, w = rng.normal(size=(6, 8)).astype(np.float32), rng.lognormal(size=(6, 8)).astype(np.float32)
+    scale, signs = (np.asarray(a) for a in codebooks.shifted_ternary(x, w, parts, 0.125))
+    every = np.array(list(itertools.product((-1, 0, 1), repeat=8)), np.float64)
+    for row in range(len(x)):
+        v = every
+        if parts > 1:
+            v = v[(np.diff(v[:, np.argsort(x[row])]) >= 0).all(axis=1)]
+        best, own = np.inf, np.inf
+        for choice in itertools.product((-1, 1), repeat=parts):
+            q = v + 0.125 * np.repeat(choice, 8 // parts)
+            fit = (w[row] * q * x[row]).sum(axis=1) / (w[row] * q * q).sum(axis=1)
+            best = min(best, (w[row] * (fit[:, None] * q - x[row]) ** 2).sum(axis=1).min())
+            if (signs[row] == choice).all():
+                own = (w[row] * (scale[row] * q - x[row]) ** 2).sum(axis=1).min()
+        assert scale[row] > 0 and own == pytest.approx(best, rel=1e-4)
 
 
 @pytest.mark.parametrize("format", ["q8_0", "q1_0", "nvfp4"])
@@ -165,7 +256,7 @@ def test_our_blocks_are_what_others_read(format):
     np.testing.assert_array_equal(decoded(raw, format), gguf.quants.dequantize(raw, kind))
 
 
-@pytest.mark.parametrize("format", [*ONE_RULE, *SEARCHED, *TERNARY])
+@pytest.mark.parametrize("format", [*ONE_RULE, *SEARCHED, *TERNARY, "iq3_s"])
 def test_any_leading_axes(format):
     x = weights(7)[:8].reshape(2, 4, COLUMNS)
     whole, rows = quantize(jnp.asarray(x), format), quantize(jnp.asarray(x.reshape(8, -1)), format)

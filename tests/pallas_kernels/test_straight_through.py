@@ -136,4 +136,4 @@ def test_what_does_not_fit(arguments, message):
     with pytest.raises(ValueError, match="clip is for"):
         straight_through(jnp.ones((2, 256)), "q8_0", clip=1.0)
     with pytest.raises(NotImplementedError, match="no encoder"):
-        straight_through(jnp.ones((2, 256)), "iq2_s")
+        straight_through(jnp.ones((2, 256)), "iq2_xs")
