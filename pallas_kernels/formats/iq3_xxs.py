@@ -12,7 +12,7 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, odd, odd_scales, signed_points
+from pallas_kernels.codebooks import PLAIN, in_chunks, odd, odd_scales, signed_points
 from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice, sign_words, word_signs
 
@@ -30,6 +30,9 @@ GRID = lattice(
 POINTS = odd(GRID)
 TRIED = [15 + 0.2 * i for i in range(-15, 16)]  # for the greatest number of a group
 FACTOR = 1.0125  # ggml's, of d
+# In place of WEIGHTED: three texts had 0.972 to 1.007 times the perplexity that ggml's blocks have, and 0.976
+# to 1.015 times with 0.01.
+FLOOR = 0.05
 
 
 def dequantize(block):
@@ -51,7 +54,7 @@ def quantize_weighted(x, importance):
     return in_chunks(_stored, x, column_weights(x, importance, 2))
 
 
-def _stored(x, weights, floor=WEIGHTED):
+def _stored(x, weights, floor=FLOOR):
     negative, numbers, scales = signed_points(x, weights, POINTS, 32, TRIED, floor, even=True)
     d, sc = odd_scales(scales, 15)
     return {
