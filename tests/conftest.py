@@ -1,10 +1,12 @@
 """Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other
 tests. Nor need others import those."""
 
+import gc
 import os
 import signal
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -67,6 +69,32 @@ def _share_gpus(alone: bool):
     if gpus and alone:
         some = gpus.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = some[int(worker.removeprefix("gw")) % len(some)]
+
+
+# Memory maps of a process after a file's tests, of the 65,530 that Linux allows. Every program that XLA
+# compiles for a CPU has some, and where there are no more, its compiler crashes.
+MOST_MAPS = 30_000
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs between files where they are too many."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        _forget_programs()
+
+
+def _forget_programs() -> None:
+    maps = Path("/proc/self/maps")
+    if "jax" not in sys.modules or not maps.exists() or maps.read_bytes().count(b"\n") < MOST_MAPS:
+        return
+    import jax
+
+    from bonsai_jax.engine import programs
+
+    programs.compiled.clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.hookimpl(trylast=True)  # when the tests that -m and -k leave out are gone

@@ -228,7 +228,9 @@ def test_the_picture_of_speed_is_that_of_the_readmes_table():
     """If not: uv run python benchmarks/plot_readme.py."""
     plot_readme = module("plot_readme")
     readme = (ROOT / "README.md").read_text()
-    assert list(plot_readme.pairs(readme)) == ["Q1_0", "Q4_K_M", "27B, Q1_0", "30B-A3B, Q4_K_M"]
+    assert list(plot_readme.pairs(readme)) == [
+        *("Q1_0", "Q4_K_M", "27B, Q1_0", "30B-A3B, Q4_K_M", "gpt-oss 20B, MXFP4", "Qwen3.6 35B-A3B, Q4_K_M")
+    ]
     assert plot_readme.draw(readme) == (ROOT / "docs/speed.svg").read_text()
 
 

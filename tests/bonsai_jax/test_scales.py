@@ -71,12 +71,19 @@ def test_scales_multiply_as_llama_cpp_multiplies_products(source, becomes, tmp_p
 
 
 def test_llama_cpp_gives_the_same_text_of_an_nvfp4_file_with_scales(tmp_path):
-    """It rounds activations to 8 bits, as kernels do here."""
+    """It rounds activations to 8 bits, as kernels do here. So a token that is nearly as likely as the
+    likeliest one may take its place: with 16 bits two of 48 do."""
     path = written(with_scales("synth:tiny-llama:nvfp4"), tmp_path / "scaled.gguf")
     model = bj.load(path)
-    found = agreement(model, answers(path, model.tokenizer, prompts(), 24))
+    rows = answers(path, model.tokenizer, prompts(), 24)
+    found = agreement(model, rows)
     print(f"KL {found.kl:.2e}, same top token {found.same_top:.2%}")
-    assert found.kl < 2e-3 and found.same_top > 0.95
+    assert found.kl < 2e-3 and found.same_top > 0.9
+    for row in rows:
+        scores = bj.logits(model, row["prompt"] + row["tokens"][:-1])[-len(row["tokens"]) :]
+        first, second = np.array(row["top_logprobs"])[:, :2].T
+        other = scores.argmax(-1) != np.array(row["top_ids"])[:, 0]
+        assert (first - second)[other].max(initial=0) < 0.1
 
 
 @pytest.mark.parametrize("name", [n for n in formats.names() if n not in ("iq1_m", "mxfp4", "nvfp4_scaled")])
