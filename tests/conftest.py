@@ -2,6 +2,7 @@
 tests. Nor need others import those."""
 
 import gc
+import itertools
 import os
 import signal
 import sys
@@ -71,16 +72,18 @@ def _share_gpus(alone: bool):
         os.environ["CUDA_VISIBLE_DEVICES"] = some[int(worker.removeprefix("gw")) % len(some)]
 
 
-# Memory maps of a process after a file's tests, of the 65,530 that Linux allows. Every program that XLA
-# compiles for a CPU has some, and where there are no more, its compiler crashes.
-MOST_MAPS = 30_000
+# Memory maps of a process, of the 65,530 that Linux allows. Every program that XLA
+# compiles for a CPU has some, and where there are no more, its compiler crashes. Counting them takes some
+# milliseconds.
+MOST_MAPS, TESTS_BETWEEN = 30_000, 20
+_tests = itertools.count(1)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item, nextitem):
-    """Forget compiled programs between files where they are too many."""
+    """Forget compiled programs between tests where they are too many."""
     yield
-    if nextitem is None or nextitem.path != item.path:
+    if next(_tests) % TESTS_BETWEEN == 0 or nextitem is None or nextitem.path != item.path:
         _forget_programs()
 
 
