@@ -47,7 +47,7 @@ def odd(grid: np.ndarray) -> np.ndarray:
 
 
 def joined(integers, bits: int) -> jax.Array:
-    """uint32 [...]: integers [..., n] of so many bits next to each other, the first in the lowest bits."""
+    """Pack integers [..., n], `bits` bits each, into one uint32 [...]. The first gets the lowest bits."""
     shifts = np.arange(integers.shape[-1], dtype=np.uint32) * np.uint32(bits)
     return (integers.astype(jnp.uint32) << shifts).sum(axis=-1, dtype=jnp.uint32)
 

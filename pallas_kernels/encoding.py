@@ -183,7 +183,7 @@ def quantized_scales(scales, steps: int):
 
 
 def weighted_scales(scales, weights, steps: int):
-    """`quantized_scales`, of which the weighted error is least, by `positive_fit`."""
+    """The scale and the codes that `quantized_scales` returns, chosen for the least weighted error."""
     d, q = positive_fit(scales, weights, steps)
     return d.astype(jnp.float16), q.astype(jnp.uint8)
 

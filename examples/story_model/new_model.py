@@ -31,7 +31,7 @@ def train_tokenizer(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
 
 
 def tokenizer_metadata(tokenizer: tokenizers.Tokenizer, rows: int) -> dict[str, Any]:
-    """The keys tokenizer.ggml.* of a GGUF file whose embedding has so many rows."""
+    """The tokenizer's keys in a GGUF file. rows: of the embedding; tokens without a text fill it up."""
     state = json.loads(tokenizer.to_str())["model"]
     texts = sorted(state["vocab"], key=state["vocab"].__getitem__)
     merges = [m if isinstance(m, str) else " ".join(m) for m in state["merges"]]
