@@ -23,7 +23,7 @@ def team_thread(plan: Plan):
 
 
 def team_begin(plan: Plan):
-    return 0 if plan.teams == 1 else lanes.thread() // (32 * plan.team) * (plan.scratch // plan.teams)
+    return 0 if plan.teams == 1 else lanes.thread() // (32 * plan.team) * plan.team_scratch
 
 
 def team_barrier(plan: Plan) -> Callable[[], None]:

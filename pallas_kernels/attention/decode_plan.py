@@ -96,8 +96,14 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory: `sums` for each team, then maxima and totals [heads, warps] of each."""
-        return self.teams * self.sums + self.warps * self.heads * 2
+        """float32 of shared memory."""
+        return self.teams * self.team_scratch
+
+    @property
+    def team_scratch(self) -> int:
+        """float32 of a team: `sums`, then maxima and totals [heads, warps]. A multiple of 4, as its parts are
+        loaded four at once."""
+        return -(-(self.sums + self.team * self.heads * 2) // 4) * 4
 
     @property
     def sums(self) -> int:

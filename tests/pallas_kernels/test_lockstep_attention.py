@@ -101,6 +101,9 @@ SHAPES = [
     (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
     (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),
     (4, 1, 64, [129, 300, -1], 64, False, True, 2),
+    # The same, an odd number of heads to a warp, as SmolLM2 and models without grouped heads have.
+    (3, 1, 64, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
+    (2, 2, 64, [129, 0, -1, 33, 300], 16, True, False, 1),
 ]
 # Each layout has every second shape.
 CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumerate(SHAPES) if (i + j) % 2]
