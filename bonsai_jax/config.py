@@ -126,6 +126,18 @@ class ModelConfig:
         if not self.layers:
             raise ValueError("model config: it has no layers")
 
+    def __hash__(self) -> int:
+        """Kept: programs are looked up by it before each of their calls."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hashes of strings differ between processes."""
+        return {name: value for name, value in vars(self).items() if name != "_hash"}
+
     @property
     def num_layers(self) -> int:
         return len(self.layers)

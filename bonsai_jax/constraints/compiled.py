@@ -9,25 +9,22 @@ import dataclasses
 import functools
 import importlib.util
 import json
-import re
 import threading
-import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import UInt32
 
 from bonsai_jax.constraints.constraint import Constraint
+from bonsai_jax.constraints.matcher import Matcher, bit
 from bonsai_jax.tokens.calls import harmony
 from bonsai_jax.tokens.calls.grammar import Rules
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.tokens.vocabulary import CONTROL, UNKNOWN
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLTokenizer
 
 MOST_COMPILED = 256  # constraints of a tokenizer that stay compiled; the least recently used go first
 # Beyond these a constraint is an error: a state of the lexer takes 1 to 2 KB.
@@ -89,113 +86,6 @@ class Compiled:
             return self._start.copy()
 
 
-class _Next(NamedTuple):
-    """What may come after a draft."""
-
-    allowed: UInt32[np.ndarray, "words"]
-    forced: list[int]
-
-
-class Matcher:
-    """Where one answer stands in its constraint. One thread at a time.
-
-    forced    tokens that must come next, in this order; [] where there is more than one way
-    ends      after these the answer is complete
-    complete  nothing may follow but the end
-    past_end  the answer goes on as long as it can: tokens that end it are not allowed
-    find_s    CPU time of the last `find`, in seconds
-    drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
-              goes on, and finds what may come after each
-    """
-
-    def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
-        self._kind, self._tokens, self._own = kind, tokens, own
-        self._bits = np.zeros(tokens.words, np.uint32)
-        self.forced: list[int] = []
-        self.ends = self.complete = self.past_end = False
-        self.find_s = 0.0
-        self.drafts: list[int] = []
-        self._after: list[_Next] = []  # of each draft
-
-    @property
-    def allowed(self) -> UInt32[np.ndarray, "words"]:
-        """Bit i % 32 of word i // 32: token i may be drawn next. As `find` found it."""
-        if self.forced:
-            return _one(self.forced[0], len(self._bits))
-        return self._bits & ~self._tokens.end_bits if self.past_end else self._bits
-
-    @property
-    def allowed_along(self) -> UInt32[np.ndarray, "drafts+1 words"]:
-        """`allowed`, now and after each of `drafts`."""
-        return np.stack([self.allowed, *(after.allowed for after in self._after)])
-
-    def consume(self, tokens: Sequence[int]) -> None:
-        """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
-        them, or has become too large."""
-        self._go_on(self._own, tokens)
-        forced, newest = self.forced, list(tokens)
-        if len(newest) > 1 and newest[:-1] == self.drafts[: len(newest) - 1]:
-            forced, newest = self._after[len(newest) - 2].forced, newest[-1:]
-        self.forced = forced[len(newest) :] if forced[: len(newest)] == newest else []
-        self.drafts, self._after = [], []
-        self.complete = self._own.is_stopped()
-
-    def find(self) -> None:
-        """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
-        or the constraint has become too large."""
-        began = time.thread_time()
-        try:
-            if not (self.forced or self.complete):
-                self._find_next()
-            if self.drafts:
-                self._find_along()
-        finally:
-            self.find_s = time.thread_time() - began
-
-    def _find_next(self) -> None:
-        self.forced = self._own.compute_ff_tokens()
-        if self.forced:
-            after = self._own.deep_copy()
-            self._go_on(after, self.forced)
-            self.ends = after.is_stopped()
-        else:
-            self._bits = np.zeros_like(self._bits)
-            self._own.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        if self._own.is_error():
-            raise ValueError(f"{self._kind}: {_reason(self._own)}")
-
-    def _find_along(self) -> None:
-        """Cut the drafts where one is not allowed, ends the answer, or makes the constraint too large, and
-        find what may come after each."""
-        drafts, self.drafts, self._after = self.drafts, [], []
-        further = self.copy()
-        for token in drafts:
-            word, bit = divmod(token, 32)
-            bits = further.allowed & ~self._tokens.end_bits
-            if not bits[word] >> np.uint32(bit) & 1:
-                return
-            try:
-                further.consume([token])
-                further.find()
-            except ValueError:
-                return
-            if further.complete:
-                return
-            self.drafts.append(token)
-            self._after.append(_Next(further.allowed, list(further.forced)))
-
-    def copy(self) -> "Matcher":
-        """Another one at the same place."""
-        new = Matcher(self._kind, self._tokens, self._own.deep_copy())
-        new._bits, new.forced = self._bits, list(self.forced)
-        new.ends, new.complete, new.past_end = self.ends, self.complete, self.past_end
-        return new
-
-    def _go_on(self, own: "LLMatcher", tokens: Sequence[int]) -> None:
-        if not own.consume_tokens(list(tokens)):
-            raise ValueError(f"{self._kind}: {_reason(own)}")
-
-
 class _Tokens:
     """A model's tokens as llguidance has them, and the constraints that are compiled for them."""
 
@@ -210,7 +100,8 @@ class _Tokens:
         wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, vocab_size, ends[0]))
         self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
         self.words = -(-vocab_size // 32)
-        self.end_bits = functools.reduce(np.bitwise_or, [_one(token, self.words) for token in ends])
+        # Of the tokens that do not end an answer.
+        self.other_bits = ~functools.reduce(np.bitwise_or, [bit(token, self.words) for token in ends])
         self.compiled: OrderedDict[Constraint, Compiled] = OrderedDict()
 
 
@@ -285,21 +176,3 @@ def _with_thought(constraint: Constraint, tokenizer: Tokenizer) -> str:
     own = json.loads(grammar)["grammars"][0] if grammar.startswith("{") else {"lark_grammar": grammar}
     whole = {"lark_grammar": rules.written(f"{before} @answer")}
     return json.dumps({"grammars": [whole, own | {"name": "answer"}]})
-
-
-def _reason(own: Any) -> str:
-    """Why a matcher has failed, on one line."""
-    error = own.get_error().strip()
-    if "NoExtension" in error:
-        return "no text matches it"
-    if wrong := re.search(r'(invalid regex ".*").*?^error: (.*?)$', error, re.DOTALL | re.MULTILINE):
-        return f"{wrong[2]}, {wrong[1]}"[:300]
-    lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
-    lines = lines[: next((i for i, line in enumerate(lines) if line.startswith("<backtrace>")), None)]
-    return " ".join(lines)[:300] or "it does not allow this token"
-
-
-def _one(token: int, words: int) -> UInt32[np.ndarray, "words"]:
-    bits = np.zeros(words, np.uint32)
-    bits[token // 32] = np.uint32(1) << np.uint32(token % 32)
-    return bits

@@ -1,4 +1,4 @@
-"""Masks of several answers at once, made while the device works: quick ones at once, others in threads."""
+"""Masks of several answers, made while the device works: quick ones together at once, others in threads."""
 
 import concurrent.futures
 import itertools
@@ -7,11 +7,11 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from bonsai_jax.constraints.compiled import Matcher
+from bonsai_jax.constraints.matcher import Matcher, Together
 
 THREADS = 4, 16  # at least, so that a few slow masks do not hold up others, and at most
-# CPU time of an answer's last mask up to which the next is made at once: usual ones take 10 us, and threads
-# that share the GIL wait for each other ten times as long.
+# CPU time of an answer's last mask up to which the next is made together with others', for which the loop
+# waits. Usual ones take 10 to 400 us.
 QUICK_S = 0.0005
 Then = Callable[[Exception | None], None]
 Work = tuple[int, Matcher, Then]
@@ -27,6 +27,7 @@ class Masks:
         least, most = THREADS
         self._most = min(max(least, os.cpu_count() or 1), most)
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._together: Together | None = None
         self._numbers = itertools.count()
         self._new: list[Work] = []  # since the last `send`
         self._todo: deque[Work] = deque()
@@ -52,9 +53,13 @@ class Masks:
         slow = [work for work in new if work[1].find_s > QUICK_S]
         if slow:
             self._send(slow)
-        done = [(then, _error(matcher)) for _, matcher, then in quick]
+        if not quick:
+            return
+        if self._together is None:
+            self._together = Together(min(os.cpu_count() or 1, self._most))
+        errors = self._together.find([matcher for _, matcher, _ in quick])
         with self._changed:
-            self._done += done
+            self._done += [(then, error) for (*_, then), error in zip(quick, errors, strict=True)]
 
     def _send(self, slow: list[Work]) -> None:
         if self._threads is None:

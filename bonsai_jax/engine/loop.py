@@ -35,6 +35,7 @@ from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 from bonsai_jax.sampling_params import SamplingParams
+from pallas_kernels.device import platform
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
 
@@ -361,8 +362,8 @@ class Loop:
         plan = self.scheduler.plan()
         if plan is not None:  # else all answers are known from their constraints
             (call,) = self._calls(plan.shape)
-            self.runner.compile(call)
             self._compile_beside(call)
+            self.runner.compile(call)
         self.runner.finish_alone()
 
     def _calls(self, size: int | tuple[int, int]) -> list[Call]:
@@ -374,9 +375,11 @@ class Loop:
         return [self.runner.padding(size, asked, chained)]
 
     def _compile_beside(self, prefill: Call) -> None:
-        """Begin to compile a prefill, and then the decode programs that wait for it."""
+        """Begin to compile a prefill and the decode programs that wait for it. On a GPU these come first:
+        their one large kernel takes longest, and is being compiled while prefill is traced."""
         calls, self._beside_prefill = self._beside_prefill, []
-        for call in [prefill, *calls] if calls else []:
+        order = [prefill, *calls] if platform() == "cpu" else [*calls, prefill]
+        for call in order if calls else []:
             self.runner.compile(call)
 
     def _empty_scheduler(self) -> Scheduler:
@@ -429,7 +432,11 @@ class Loop:
             drawn = self.runner.dispatch(call, at_once=True)
             self._flying.append(Flight(plan, rows, drawn, steps=1, guesses=guesses))
         if plan.split and any(plan.writes):
-            self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
+            read = self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
+            if (
+                self._flying and self._flying[-1].dispatch.drawn.done()
+            ):  # so the thread that dispatches is free
+                self.runner.wait_until_started(read)
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)

@@ -20,6 +20,7 @@ from bonsai_jax.weights.records import LoadPlan, Matrix, Member, Piece, Stack, V
 from bonsai_jax.weights.specs import Source, Spec
 from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, device, formats, qtensor
+from pallas_kernels.gpu import kernels_first
 
 # Arrays of a model by name, those of layers by kind: fields["layers"]["attention"][group]["o"].
 Fields = dict[str, Any]
@@ -154,7 +155,8 @@ def _run_alone(function: Any, static: tuple, *arguments: Any) -> Any:
     key = function, static, structure, *((leaf.shape, leaf.dtype) for leaf in leaves), device.in_use()
     program = _programs.get(key)
     if program is None:
-        program = _programs[key] = function.lower(*static, *arguments).compile()
+        lowered = function.lower(*static, *arguments)
+        program = _programs[key] = kernels_first.compile(lowered, {})
     with _ALONE:
         if device.platform() != "cpu":  # which reads NumPy's arrays where they are
             arguments = jax.block_until_ready(jax.device_put(arguments))

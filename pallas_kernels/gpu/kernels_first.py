@@ -11,7 +11,7 @@ prefill of an 8B model has eleven kernels, which are three quarters of its time 
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,39 +26,41 @@ DTYPES = {
     "bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32, "f64": jnp.float64,
 }  # fmt: skip
 
+# XLA tries variants of its own matrix products on the GPU. In a program that has none this still takes half
+# of XLA's own time (1.1 of 2.4 s for prefill of an 8B model, LOG.md).
+PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
+UNTUNED = {"xla_gpu_autotune_level": 0}
+
 _LOCK = threading.Lock()
 _begun: dict[bytes, concurrent.futures.Future[Any]] = {}  # by the digest of a kernel
 
 
 def compile(lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax.stages.Compiled:
     """lowered.compile with these options of XLA, for the device of the calling thread."""
-    each = list(_kernels(lowered))
+    operations = list(_operations(lowered.compiler_ir("stablehlo")))
+    each = _kernels(operations)
     if len(each) > 1:  # a single one would not be compiled any sooner
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "bonsai-jax kernel") as threads:
             concurrent.futures.wait([_started(threads, kernel) for kernel in each])
+    if device.platform() != "cpu" and not any(op.operation.name in PRODUCTS for op in operations):
+        flags = UNTUNED | flags
     return lowered.compile(compiler_options=flags or None)  # it raises what a kernel's compilation raised
 
 
-def _kernels(lowered: jax.stages.Lowered) -> Iterator[Any]:
-    """The operations of the module that call a kernel, one of each."""
-    met: set[bytes] = set()
+def _operations(module: Any) -> Iterator[Any]:
+    """Every operation within a module or an operation."""
+    for region in module.operation.regions:
+        for block in region:
+            for op in block.operations:
+                yield op
+                yield from _operations(op)
 
-    def walk(operation: Any) -> Iterator[Any]:
-        for region in operation.regions:
-            for block in region:
-                for op in block.operations:
-                    if op.operation.name == "stablehlo.custom_call":
-                        if op.attributes["call_target_name"].value != TARGET:
-                            continue
-                        digest = _attributes(op)["kernel_hash"]
-                        if digest not in met:
-                            met.add(digest)
-                            yield op
-                    else:
-                        yield from walk(op.operation)
 
-    module: Any = lowered.compiler_ir("stablehlo")
-    yield from walk(module.operation)
+def _kernels(operations: Iterable[Any]) -> list[Any]:
+    """Those that call a kernel, one of each."""
+    calls = (op for op in operations if op.operation.name == "stablehlo.custom_call")
+    kernels = (op for op in calls if op.attributes["call_target_name"].value == TARGET)
+    return list({_attributes(op)["kernel_hash"]: op for op in kernels}.values())
 
 
 def _attributes(op: Any) -> dict[str, Any]:

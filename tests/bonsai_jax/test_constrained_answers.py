@@ -406,16 +406,21 @@ def test_draws_that_the_loop_dispatches_itself_draw_the_same(engine, monkeypatch
 def test_slow_masks_delay_their_own_row_alone(engine, monkeypatch):
     """Each mask of the grammar takes longer than all of the expression. The first comes as a surprise."""
     slow, quick = bj.grammar("start: /[a-f]{8}/"), bj.regex("[g-m]{8}")
-    find = Matcher.find
+    find, allow = Matcher.find, Matcher._allow
 
-    def late(self):
-        find(self)
+    def late(self, bits):
+        allow(self, bits)
         if self._kind == "grammar":
             time.sleep(0.5)
             self.find_s = 0.5
 
+    def late_alone(self):
+        find(self)
+        self.find_s = 0.5 if self._kind == "grammar" else 0.0
+
     engine.submit("x", NOISE, max_new_tokens=20, constraint=slow).result(60)  # compiled
-    monkeypatch.setattr(Matcher, "find", late)
+    monkeypatch.setattr(Matcher, "_allow", late)
+    monkeypatch.setattr(Matcher, "find", late_alone)
     first = engine.submit("x", NOISE, max_new_tokens=20, constraint=slow)
     second = engine.submit("x", NOISE, max_new_tokens=20, constraint=quick)
     third = engine.submit("x", GREEDY, max_new_tokens=8, ignore_eos=True)

@@ -17,6 +17,7 @@ import bonsai_jax as bj
 from bonsai_jax import constraints
 from bonsai_jax.constraints import compiled as compiling
 from bonsai_jax.constraints.masks import Masks
+from bonsai_jax.constraints.matcher import Together
 from checkpoints import open_checkpoint
 
 
@@ -343,35 +344,56 @@ def test_hostile_constraints_end_and_their_memory_is_bounded():
     assert sum(bool(reason) for *_, reason in lines) >= 6  # refused, at once or when it grew too large
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_may_come_next_is_the_same_together_and_alone(seed):
+    """Of answers at random places, of which some are complete, some forced, one has failed, and some have
+    drafts."""
+    rng, matchers = random.Random(seed), []
+    for number in range(12):
+        expression, _, texts = finite(100 * seed + number)
+        matcher = compiled(bj.regex(expression))
+        ids = tokenizer().encoder(rng.choice(sorted(texts - {""})), False)
+        matcher.consume(ids[: rng.randint(0, len(ids))])
+        matcher.drafts, matcher.past_end = ids[:2] if number % 3 == 0 else [], number % 2 == 0
+        matchers.append(matcher)
+    matchers[5] = compiled(bj.regex("[a-f]"))
+    with pytest.raises(ValueError):
+        matchers[5].consume(tokenizer().encoder("abc", False))
+    alone, errors = [matcher.copy() for matcher in matchers], []
+    for matcher, one in zip(matchers, alone, strict=True):
+        one.drafts = list(matcher.drafts)
+        try:
+            one.find()
+            errors.append(None)
+        except ValueError as error:
+            errors.append(str(error))
+    together = Together(2).find(matchers)
+    assert [error and str(error) for error in together] == errors and errors[5]
+    for matcher, one, error in zip(matchers, alone, errors, strict=True):
+        assert (matcher.forced, matcher.ends, matcher.complete) == (one.forced, one.ends, one.complete)
+        if error is None:
+            np.testing.assert_array_equal(matcher.allowed_along, one.allowed_along)
+
+
 def test_a_mask_that_was_slow_before_does_not_hold_up_others():
-    class Slow:
-        find_s = 0.3
-
-        def find(self):
-            time.sleep(0.3)
-
-    class Quick:
-        find_s = 0.0
-
-        def find(self):
-            pass
-
-    class Broken(Quick):
-        def find(self):
-            raise ValueError("too large")
-
+    quick, broken, slow = (compiled(bj.regex("[a-f]*")) for _ in range(3))
+    with pytest.raises(ValueError):
+        broken.consume(tokenizer().encoder("a1", False))
+    find, slow.find_s = slow.find, 0.3
+    slow.find = lambda: (time.sleep(0.3), find())
     masks, order = Masks(), []
-    for name, matcher in (("slow", Slow()), ("quick", Quick()), ("broken", Broken())):
-        masks.start(matcher, lambda error, name=name: order.append((name, str(error or ""))))
+    for name, matcher in (("slow", slow), ("quick", quick), ("broken", broken)):
+        masks.start(matcher, lambda error, name=name: order.append((name, error is None)))
     masks.send()
     masks.collect(0.1)
-    assert sorted(order) == [("broken", "too large"), ("quick", "")] and masks.pending == 1
+    assert order == [("quick", True), ("broken", False)] and masks.pending == 1
     began = time.perf_counter()
     masks.collect(5)  # it waits once
     assert time.perf_counter() - began < 0.15 and masks.pending == 1
     masks.wait(5)
     masks.collect(5)
-    assert order[2:] == [("slow", "")] and masks.pending == 0
+    assert order[2:] == [("slow", True)] and masks.pending == 0
+    assert (slow.allowed == quick.allowed).all()
     masks.close()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -366,6 +367,25 @@ def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
 
 
+def kernels_of(lowered):
+    return kernels_first._kernels(kernels_first._operations(lowered.compiler_ir("stablehlo")))
+
+
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_xla_tries_variants_only_where_it_multiplies(multiplies):
+    def f(a, b):
+        return jax.lax.fori_loop(0, 3, lambda i, x: x @ b if multiplies else x + b, a)
+
+    one = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    lowered, _ = lower_for_gpu(f, one, one)
+    with as_on_a_gpu((9, 0)), mock.patch.object(type(lowered), "compile") as compile:
+        kernels_first.compile(lowered, {"some": 1})
+    (call,) = compile.call_args_list
+    assert call.kwargs["compiler_options"] == (
+        {"some": 1} if multiplies else {"some": 1, **kernels_first.UNTUNED}
+    )
+
+
 def test_the_kernels_of_a_program_compile_alone():
     """kernels_first.py takes each of them once, with its code and its digest."""
     with as_on_a_gpu((9, 0)):
@@ -374,12 +394,12 @@ def test_the_kernels_of_a_program_compile_alone():
         lowered, sharding = lower_for_gpu(
             lambda *arguments: core.prefill(*arguments, config), params, state, tokens, lengths
         )
-    found = {kernels_first._attributes(op)["kernel_hash"]: op for op in kernels_first._kernels(lowered)}
+    found = {kernels_first._attributes(op)["kernel_hash"]: op for op in kernels_of(lowered)}
     calls = lowered.as_text().count("@" + kernels_first.TARGET)
     assert 5 < len(found) <= calls
     for digest, op in found.items():
         alone = kernels_first._program(op, sharding)()
-        (same,) = kernels_first._kernels(alone)
+        (same,) = kernels_of(alone)
         assert kernels_first._attributes(same) == kernels_first._attributes(op)
         assert kernels_first._attributes(same)["kernel_hash"] == digest
         assert [str(value.type) for value in same.results] == [str(value.type) for value in op.results]

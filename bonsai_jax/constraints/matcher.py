@@ -1,0 +1,194 @@
+"""Where an answer stands in its constraint, and what may come next: for one answer, or for many together."""
+
+import re
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt32
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from bonsai_jax.constraints.compiled import _Tokens
+
+
+class _Next(NamedTuple):
+    """What may come after a draft."""
+
+    allowed: UInt32[np.ndarray, "words"]
+    forced: list[int]
+
+
+class Matcher:
+    """Where one answer stands in its constraint. One thread at a time.
+
+    forced    tokens that must come next, in this order; [] where there is more than one way
+    ends      after these the answer is complete
+    complete  nothing may follow but the end
+    past_end  the answer goes on as long as it can: tokens that end it are not allowed
+    find_s    CPU time of the last `find`, in seconds; after `Together.find` the mean of its masks
+    drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
+              goes on, and finds what may come after each
+    """
+
+    def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
+        self._kind, self._tokens, self._own = kind, tokens, own
+        self._bits = np.zeros(tokens.words, np.uint32)
+        self.forced: list[int] = []
+        self.ends = self.complete = self.past_end = False
+        self.find_s = 0.0
+        self.drafts: list[int] = []
+        self._after: list[_Next] = []  # of each draft
+
+    @property
+    def allowed(self) -> UInt32[np.ndarray, "words"]:
+        """Bit i % 32 of word i // 32: token i may be drawn next. As `find` found it."""
+        if self.forced:
+            return bit(self.forced[0], len(self._bits))
+        return self._bits & self._tokens.other_bits if self.past_end else self._bits
+
+    @property
+    def allowed_along(self) -> UInt32[np.ndarray, "drafts+1 words"]:
+        """`allowed`, now and after each of `drafts`."""
+        return np.stack([self.allowed, *(after.allowed for after in self._after)])
+
+    def consume(self, tokens: Sequence[int]) -> None:
+        """Go on by tokens that were drawn or forced. Raises ValueError where the constraint does not allow
+        them, or has become too large."""
+        self._go_on(self._own, tokens)
+        forced, newest = self.forced, list(tokens)
+        if len(newest) > 1 and newest[:-1] == self.drafts[: len(newest) - 1]:
+            forced, newest = self._after[len(newest) - 2].forced, newest[-1:]
+        self.forced = forced[len(newest) :] if forced[: len(newest)] == newest else []
+        self.drafts, self._after = [], []
+        self.complete = self._own.is_stopped()
+
+    def find(self) -> None:
+        """Find what may come next: `forced`, `ends` and `allowed`. Raises ValueError where that is nothing,
+        or the constraint has become too large."""
+        began = time.thread_time()
+        try:
+            if self._find_forced():
+                bits = np.empty_like(self._bits)
+                self._own.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+                self._allow(bits)
+            self._find_along()
+        finally:
+            self.find_s = time.thread_time() - began
+
+    def _find_forced(self) -> bool:
+        """Whether nothing is forced, so that a mask is to be made."""
+        if self.forced or self.complete:
+            return False
+        self.forced = self._own.compute_ff_tokens()
+        if self.forced:
+            after = self._own.deep_copy()
+            self._go_on(after, self.forced)
+            self.ends = after.is_stopped()
+        self._check()
+        return not self.forced
+
+    def _allow(self, bits: UInt32[np.ndarray, "words"]) -> None:
+        self._bits = bits
+        self._check()
+
+    def _check(self) -> None:
+        if self._own.is_error():
+            raise ValueError(f"{self._kind}: {_reason(self._own)}")
+
+    def _find_along(self) -> None:
+        """Cut the drafts where one is not allowed, ends the answer, or makes the constraint too large, and
+        find what may come after each."""
+        if not self.drafts:
+            return
+        drafts, self.drafts, self._after = self.drafts, [], []
+        further = self.copy()
+        for token in drafts:
+            word, bit = divmod(token, 32)
+            bits = further.allowed & self._tokens.other_bits
+            if not bits[word] >> np.uint32(bit) & 1:
+                return
+            try:
+                further.consume([token])
+                further.find()
+            except ValueError:
+                return
+            if further.complete:
+                return
+            self.drafts.append(token)
+            self._after.append(_Next(further.allowed, list(further.forced)))
+
+    def copy(self) -> "Matcher":
+        """Another one at the same place."""
+        new = Matcher(self._kind, self._tokens, self._own.deep_copy())
+        new._bits, new.forced = self._bits, list(self.forced)
+        new.ends, new.complete, new.past_end = self.ends, self.complete, self.past_end
+        return new
+
+    def _go_on(self, own: "LLMatcher", tokens: Sequence[int]) -> None:
+        if not own.consume_tokens(list(tokens)):
+            raise ValueError(f"{self._kind}: {_reason(own)}")
+
+
+class Together:
+    """`Matcher.find` of several matchers of one model. llguidance makes their masks in threads of its own,
+    which do not wait for the GIL, as Python's threads do ten times as long as a mask takes."""
+
+    def __init__(self, threads: int):
+        from llguidance import LLExecutor
+
+        self._threads, self._executor = threads, LLExecutor(threads)
+
+    def find(self, matchers: Sequence[Matcher]) -> list[Exception | None]:
+        """The error of each, or None."""
+        errors: list[Exception | None] = [None] * len(matchers)
+        unforced = []
+        for i, matcher in enumerate(matchers):
+            matcher.find_s = 0.0
+            try:
+                if matcher._find_forced():
+                    unforced.append(i)
+            except ValueError as error:
+                errors[i] = error
+        for i, mask in zip(unforced, self._masks([matchers[i] for i in unforced]), strict=True):
+            try:
+                matchers[i]._allow(mask)
+            except ValueError as error:
+                errors[i] = error
+        for matcher, error in zip(matchers, errors, strict=True):
+            if error is None:
+                matcher._find_along()
+        return errors
+
+    def _masks(self, matchers: Sequence[Matcher]) -> UInt32[np.ndarray, "matchers words"]:
+        if not matchers:
+            return np.empty((0, 0), np.uint32)
+        masks = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
+        began = time.perf_counter()
+        places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+        mean_s = (time.perf_counter() - began) * min(self._threads, len(masks)) / len(masks)
+        for matcher in matchers:
+            matcher.find_s = mean_s
+        return masks
+
+
+def _reason(own: Any) -> str:
+    """Why a matcher has failed, on one line."""
+    error = own.get_error().strip()
+    if "NoExtension" in error:
+        return "no text matches it"
+    if wrong := re.search(r'(invalid regex ".*").*?^error: (.*?)$', error, re.DOTALL | re.MULTILINE):
+        return f"{wrong[2]}, {wrong[1]}"[:300]
+    lines = [line.strip() for line in error.splitlines() if line.strip() not in ("", "<non-verbose/>")]
+    lines = lines[: next((i for i, line in enumerate(lines) if line.startswith("<backtrace>")), None)]
+    return " ".join(lines)[:300] or "it does not allow this token"
+
+
+def bit(token: int, words: int) -> UInt32[np.ndarray, "words"]:
+    """A mask that allows this token alone."""
+    bits = np.zeros(words, np.uint32)
+    bits[token // 32] = np.uint32(1) << np.uint32(token % 32)
+    return bits
