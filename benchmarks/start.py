@@ -4,8 +4,8 @@
 
 Each start is a process of its own, which stores programs as the command line does. All share one folder of
 compiled programs, which is empty at the first start and removed at the end; the operating system's page cache
-is as it is. Python's bytecode is compiled before the first start, as installers do, also where
-PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
+is as it is. Python's bytecode is compiled before the first start, as pip does, also where
+PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources, too. A row has, in seconds:
 
     imported       since the process began, when `import bonsai_jax` and the devices are there
     loaded         the same, when the model is on the device
@@ -19,6 +19,7 @@ PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import json
 import os
@@ -29,6 +30,8 @@ import time
 from pathlib import Path
 
 IMPORTS = "import jax, bonsai_jax as bj; bj.load, bj.stream, bj.Engine; jax.jit(lambda x: x + 1)(1)"
+# Of which a start imports more than that, when it needs them.
+PACKAGES = ("jax", "jaxlib", "bonsai_jax", "pallas_kernels", "checkpoints")
 PROMPT = "Once upon a time there was a"
 
 
@@ -105,6 +108,9 @@ def main() -> None:
         ]
         imports = {**environment, "JAX_ENABLE_COMPILATION_CACHE": "false"}
         subprocess.run([sys.executable, "-c", IMPORTS], env=imports, check=True)
+        folders = [importlib.util.find_spec(name).submodule_search_locations[0] for name in PACKAGES]
+        compile_all = [sys.executable, "-m", "compileall", "-q", "-j0", *folders]
+        subprocess.run(compile_all, env=imports, stdout=subprocess.DEVNULL)  # some files are of other Pythons
         for start in range(args.starts):
             done = subprocess.run(
                 [*command, "--child", repr(time.time())], env=environment, stdout=subprocess.PIPE, check=True
