@@ -6,7 +6,6 @@ tokenizer would cut it; an answer always gets them, so that its tokens do not de
 """
 
 import dataclasses
-import functools
 import importlib.util
 import json
 import threading
@@ -14,10 +13,8 @@ import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from bonsai_jax.constraints.constraint import Constraint
-from bonsai_jax.constraints.matcher import Matcher, bit
+from bonsai_jax.constraints.matcher import Matcher
 from bonsai_jax.tokens.calls import harmony
 from bonsai_jax.tokens.calls.grammar import Rules
 from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -100,8 +97,7 @@ class _Tokens:
         wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, vocab_size, ends[0]))
         self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
         self.words = -(-vocab_size // 32)
-        # Of the tokens that do not end an answer.
-        self.other_bits = ~functools.reduce(np.bitwise_or, [bit(token, self.words) for token in ends])
+        self.ends = ends  # tokens that end an answer
         self.compiled: OrderedDict[Constraint, Compiled] = OrderedDict()
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
     from bonsai_jax.constraints.compiled import _Tokens
 
+IN_THREADS_S = 0.0005  # CPU time from which masks are made in threads, which take as long to begin
+
 
 class _Next(NamedTuple):
     """What may come after a draft."""
@@ -37,17 +39,24 @@ class Matcher:
         self._kind, self._tokens, self._own = kind, tokens, own
         self._bits = np.zeros(tokens.words, np.uint32)
         self.forced: list[int] = []
-        self.ends = self.complete = self.past_end = False
+        self.ends = self.complete = self._past_end = False
         self.find_s = 0.0
         self.drafts: list[int] = []
         self._after: list[_Next] = []  # of each draft
 
     @property
+    def past_end(self) -> bool:
+        return self._past_end
+
+    @past_end.setter
+    def past_end(self, value: bool) -> None:
+        self._past_end = value
+        self._allow(self._bits.copy())
+
+    @property
     def allowed(self) -> UInt32[np.ndarray, "words"]:
         """Bit i % 32 of word i // 32: token i may be drawn next. As `find` found it."""
-        if self.forced:
-            return bit(self.forced[0], len(self._bits))
-        return self._bits & self._tokens.other_bits if self.past_end else self._bits
+        return bit(self.forced[0], len(self._bits)) if self.forced else self._bits
 
     @property
     def allowed_along(self) -> UInt32[np.ndarray, "drafts+1 words"]:
@@ -71,9 +80,7 @@ class Matcher:
         began = time.thread_time()
         try:
             if self._find_forced():
-                bits = np.empty_like(self._bits)
-                self._own.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-                self._allow(bits)
+                self._allow(self._mask())
             self._find_along()
         finally:
             self.find_s = time.thread_time() - began
@@ -90,7 +97,15 @@ class Matcher:
         self._check()
         return not self.forced
 
+    def _mask(self) -> UInt32[np.ndarray, "words"]:
+        bits = np.empty_like(self._bits)
+        self._own.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        return bits
+
     def _allow(self, bits: UInt32[np.ndarray, "words"]) -> None:
+        if self._past_end:
+            for token in self._tokens.ends:
+                bits[token // 32] &= ~_one_bit(token)
         self._bits = bits
         self._check()
 
@@ -107,8 +122,7 @@ class Matcher:
         further = self.copy()
         for token in drafts:
             word, bit = divmod(token, 32)
-            bits = further.allowed & self._tokens.other_bits
-            if not bits[word] >> np.uint32(bit) & 1:
+            if token in self._tokens.ends or not further.allowed[word] >> np.uint32(bit) & 1:
                 return
             try:
                 further.consume([token])
@@ -124,7 +138,7 @@ class Matcher:
         """Another one at the same place."""
         new = Matcher(self._kind, self._tokens, self._own.deep_copy())
         new._bits, new.forced = self._bits, list(self.forced)
-        new.ends, new.complete, new.past_end = self.ends, self.complete, self.past_end
+        new.ends, new.complete, new._past_end = self.ends, self.complete, self._past_end
         return new
 
     def _go_on(self, own: "LLMatcher", tokens: Sequence[int]) -> None:
@@ -133,8 +147,9 @@ class Matcher:
 
 
 class Together:
-    """`Matcher.find` of several matchers of one model. llguidance makes their masks in threads of its own,
-    which do not wait for the GIL, as Python's threads do ten times as long as a mask takes."""
+    """`Matcher.find` of several matchers of one model. Where their masks took long before, llguidance makes
+    them in threads of its own. These do not wait for the GIL, as Python's threads do ten times as long as a
+    mask takes."""
 
     def __init__(self, threads: int):
         from llguidance import LLExecutor
@@ -146,7 +161,6 @@ class Together:
         errors: list[Exception | None] = [None] * len(matchers)
         unforced = []
         for i, matcher in enumerate(matchers):
-            matcher.find_s = 0.0
             try:
                 if matcher._find_forced():
                     unforced.append(i)
@@ -162,14 +176,18 @@ class Together:
                 matcher._find_along()
         return errors
 
-    def _masks(self, matchers: Sequence[Matcher]) -> UInt32[np.ndarray, "matchers words"]:
+    def _masks(self, matchers: Sequence[Matcher]) -> Sequence[UInt32[np.ndarray, "words"]]:
         if not matchers:
-            return np.empty((0, 0), np.uint32)
-        masks = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
-        began = time.perf_counter()
-        places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
-        self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
-        mean_s = (time.perf_counter() - began) * min(self._threads, len(masks)) / len(masks)
+            return []
+        expected_s, began = sum(matcher.find_s for matcher in matchers), time.perf_counter()
+        if expected_s < IN_THREADS_S:
+            masks, threads = [matcher._mask() for matcher in matchers], 1
+        else:
+            masks = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
+            places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
+            self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
+            threads = min(self._threads, len(masks))
+        mean_s = (time.perf_counter() - began) * threads / len(masks)
         for matcher in matchers:
             matcher.find_s = mean_s
         return masks
@@ -190,5 +208,10 @@ def _reason(own: Any) -> str:
 def bit(token: int, words: int) -> UInt32[np.ndarray, "words"]:
     """A mask that allows this token alone."""
     bits = np.zeros(words, np.uint32)
-    bits[token // 32] = np.uint32(1) << np.uint32(token % 32)
+    bits[token // 32] = _one_bit(token)
     return bits
+
+
+def _one_bit(token: int) -> np.uint32:
+    """Of its word."""
+    return np.uint32(1 << token % 32)

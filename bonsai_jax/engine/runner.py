@@ -288,9 +288,12 @@ class Runner:
         columns = np.full((rows * self.data, first + width * words), -1, "i4")
         columns[:, 0] = self._no_row
         for i, (request, row) in numbered(draws, rows):
-            columns[i, : 1 + chained] = (row, request.chained)[: 1 + chained]
+            columns[i, 0] = row
+            if chained:
+                columns[i, 1] = request.chained
             if (own := allowed(request)) is not None:
-                columns[i, 1 : 1 + len(own.drafts)] = own.drafts
+                if own.drafts:
+                    columns[i, 1 : 1 + len(own.drafts)] = own.drafts
                 masks = own.masks.view(np.int32).ravel()
                 columns[i, first : first + len(masks)] = masks
         options = self._options(logprobs)
