@@ -84,8 +84,10 @@ def main() -> None:
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        print(json.dumps(child(args.model, args.new, args.batch_size, args.cache_dtype, args.child)))
-        return
+        row = child(args.model, args.new, args.batch_size, args.cache_dtype, args.child)
+        print(json.dumps(row), flush=True)
+        # As commands end: a thread of XLA's that wants the GIL at Python's end can abort the process.
+        os._exit(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": folder}

@@ -1,5 +1,6 @@
 """Text in, text out: `generate` and `stream`, which run an engine's loop (engine/), and `logits`."""
 
+import atexit
 import contextlib
 import dataclasses
 from collections import deque
@@ -205,12 +206,23 @@ def _loop(
     how: dict[str, Any],
     **options: Any,
 ) -> Iterator[Loop]:
-    """A loop that has all these requests, and ends with the context. Arguments as for `_asked`."""
-    loop = _asked(model, requests, how, **options)
+    """A loop that has all these requests, and ends with the context, or before Python does, where a script
+    leaves a stream open. Arguments as for `_asked`."""
+    loop, is_open = _asked(model, requests, how, **options), True
+
+    def close() -> None:
+        nonlocal is_open
+        if is_open:
+            is_open = False
+            loop.close()
+
+    atexit.register(close)
+    forget = atexit.unregister  # when such a stream is deleted, this module's names are gone
     try:
         yield loop
     finally:
-        loop.close()
+        forget(close)
+        close()
 
 
 def _asked(

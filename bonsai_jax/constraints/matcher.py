@@ -183,10 +183,10 @@ class Together:
         if expected_s < IN_THREADS_S:
             masks, threads = [matcher._mask() for matcher in matchers], 1
         else:
-            masks = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
+            rows = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
             places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(places, masks.ctypes.data, masks.strides[0], len(masks))
-            threads = min(self._threads, len(masks))
+            self._executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.strides[0], len(rows))
+            masks, threads = list(rows), min(self._threads, len(rows))
         mean_s = (time.perf_counter() - began) * threads / len(masks)
         for matcher in matchers:
             matcher.find_s = mean_s

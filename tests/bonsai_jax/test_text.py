@@ -5,6 +5,9 @@ prefill and one of decode, and so have four."""
 
 import dataclasses
 import functools
+import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -164,6 +167,17 @@ def test_vectors_are_a_prompt():
     assert_same([[t for piece in streamed for t in piece.tokens]], [want[1]])
     with pytest.raises(ValueError, match=r"vectors has shape \(3, 5\); expected \[tokens, 256\]"):
         bj.generate(model, [np.zeros((3, 5), np.float32)])
+
+
+def test_a_script_may_leave_a_stream_open():
+    code = (
+        "import bonsai_jax as bj; model = bj.load('synth:tiny-llama:q8_0')\n"
+        "pieces = bj.stream(model, 'x', max_new_tokens=20, ignore_eos=True); print(next(pieces).tokens)"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, timeout=300)
+    errors = [line for line in done.stderr.decode().splitlines() if not line.startswith("bonsai-jax: ")]
+    assert (done.returncode, errors) == (0, []) and done.stdout
 
 
 def test_the_first_token_of_a_stream_is_there_before_steps_are_compiled(monkeypatch):
