@@ -75,8 +75,8 @@ class Engine:
     logit_biases most tokens that a request's SamplingParams.logit_bias may name, up to 65,536
     speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
     checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
-                 memory of a row's state (card.py). None: max_batch_size, and at least 4, which a conversation
-                 of an agent needs; 0: such prompts are read whole
+                 memory of a row's state (card.py). None: max_batch_size, or as many as fit, and at least 4,
+                 which a conversation of an agent needs; 0: such prompts are read whole
     max_wait_s   most seconds that a new request, or the next token of a stream, waits for other work, if a
                  single step and a chunk of prefill take less
     prefill_tokens   most tokens of prompts that are read between two steps; None: 2,048, on a CPU 512
@@ -495,9 +495,9 @@ def _options(
     sampled_logprobs = flag("Engine: sampled_logprobs", sampled_logprobs)
     if sampled_logprobs and logprobs is None:
         raise ValueError("Engine: sampled_logprobs needs logprobs; give logprobs=0 or more, too")
-    checkpoints = _checkpoints(
-        model, count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0)
-    )
+    states = count("checkpoints", checkpoints, max(max_batch_size, LEAST_CHECKPOINTS), 0)
+    if not memory.bytes_per_row(model.config, model.run):  # neither recurrent states nor rings of windows
+        states = 0
     if prefix_cache is not None:
         kind("Engine: prefix_cache", prefix_cache, (str, os.PathLike), "a folder's path")
         _check_prefix_cache(model, taps, reproducible)
@@ -512,11 +512,21 @@ def _options(
         max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
         prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
         reproducible=flag("Engine: reproducible", reproducible),
-        checkpoints=checkpoints,
+        checkpoints=states,
         adapters=adapter_names(model, adapters),
         **step_options(model, taps, logits_processor, logprobs, speculate),
     )
+    if checkpoints is None:
+        options = _with_room(model, options)
     memory.check_room(pool_bytes(model, options), asked)
+    return options
+
+
+def _with_room(model: Model, options: Options) -> Options:
+    """These options with half of their checkpoints, or half of those, while they exceed the memory."""
+    while pool_bytes(model, options) > memory.room() and options.checkpoints > LEAST_CHECKPOINTS:
+        fewer = max(options.checkpoints // 2, LEAST_CHECKPOINTS)
+        options = dataclasses.replace(options, checkpoints=fewer)
     return options
 
 
@@ -528,9 +538,3 @@ def _check_prefix_cache(model: Model, taps: Taps | None, reproducible: Any) -> N
         raise ValueError("prefix_cache: taps change keys and values, which files of other engines have not")
     if reproducible is True:
         raise ValueError("prefix_cache: an engine with reproducible=True has no prefix cache; leave one out")
-
-
-def _checkpoints(model: Model, asked: int) -> int:
-    """Checkpoints of what pages do not hold: recurrent states, and rings of windows. None where all is in
-    pages."""
-    return asked if memory.bytes_per_row(model.config, model.run) else 0

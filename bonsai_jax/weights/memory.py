@@ -61,6 +61,11 @@ def bytes_per_row(config: ModelConfig, run: RunConfig) -> int:
     return sum(mixer.bytes_per_row(run) for layer in config.layers for mixer in layer.mixers)
 
 
+def copied_bytes(config: ModelConfig, run: RunConfig) -> int:
+    """Bytes of one sequence that a step works on in a copy, beside the cache: recurrent states."""
+    return sum(mixer.copied_bytes(run) for layer in config.layers for mixer in layer.mixers)
+
+
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every sequence full. `run` must be resolved."""
     tokens = -(-run.context // run.page_size) * run.page_size
@@ -68,11 +73,11 @@ def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
 
 
 def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
-    """Bytes beside the cache in which prefill puts one layer's keys and values, for a kernel that does not
-    read them as they are stored; with every sequence full. `run` must be resolved."""
-    return run.batch_size * max(
-        (mixer.scratch_bytes(run) for layer in config.layers for mixer in layer.mixers), default=0
-    )
+    """Bytes beside the cache: the states that a step works on, or one layer's keys and values, which prefill
+    puts there for a kernel that does not read them as they are stored; with every sequence full. `run` must
+    be resolved."""
+    one = (mixer.scratch_bytes(run) for layer in config.layers for mixer in layer.mixers)
+    return run.batch_size * (copied_bytes(config, run) + max(one, default=0))
 
 
 MOST_ROWS = 64  # by default; on an H200 the 8B makes 22,000 tok/s with 64 and 32,000 with 256
@@ -210,7 +215,8 @@ def reserve(description: Description, run: RunConfig, parts: int, devices: Itera
 def pool_bytes(
     config: ModelConfig, run: RunConfig, rows: int, tokens: int, *, checkpoints: int = 0, beside: int = 0
 ) -> int:
-    """Bytes of a cache with these rows and this many tokens of room in all, and of what rows know.
+    """Bytes of a cache with these rows and this many tokens of room in all, of what rows know, and of the
+    states that a step of all rows works on.
 
     checkpoints  rows that only states have
     beside       bytes of each row that are not of the model (decoding/chain.py)
@@ -218,17 +224,23 @@ def pool_bytes(
     pages = -(-tokens // run.page_size) * run.page_size
     states = (rows + checkpoints) * bytes_per_row(config, run)
     # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
-    return pages * bytes_per_token(config, run) + states + rows * (5 * config.vocab_size + beside)
+    each = 5 * config.vocab_size + beside + copied_bytes(config, run)
+    return pages * bytes_per_token(config, run) + states + rows * each
 
 
 def check_room(nbytes: int, asked: str) -> None:
     """Raise MemoryError when so many bytes exceed a device's memory, before they are allocated. asked: what
     the user gave, for the message."""
-    limit = machine.device_memory()
+    limit = room()
     if nbytes > limit:
         raise MemoryError(
             f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"
         )
+
+
+def room() -> int:
+    """Bytes of a GPU's memory that nobody uses; all of a CPU's, whose free bytes change all the time."""
+    return _known_free() if device.platform() != "cpu" else machine.device_memory()
 
 
 def _known_free() -> int:

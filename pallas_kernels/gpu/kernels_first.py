@@ -30,6 +30,9 @@ DTYPES = {
 # of XLA's own time (1.1 of 2.4 s for prefill of an 8B model, LOG.md).
 PRODUCTS = ("stablehlo.dot_general", "stablehlo.convolution")
 UNTUNED = {"xla_gpu_autotune_level": 0}
+# XLA counts donated memory twice. So it would find that a large pool does not fit, try in vain to keep less,
+# and print warnings of that.
+NOT_KEPT_LESS = {"xla_disable_hlo_passes": "rematerialization"}
 
 _LOCK = threading.Lock()
 _begun: dict[bytes, concurrent.futures.Future[Any]] = {}  # by the digest of a kernel
@@ -42,8 +45,9 @@ def compile(lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax.stages.Co
     if len(each) > 1:  # a single one would not be compiled any sooner
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "bonsai-jax kernel") as threads:
             concurrent.futures.wait([_started(threads, kernel) for kernel in each])
-    if device.platform() != "cpu" and not any(op.operation.name in PRODUCTS for op in operations):
-        flags = UNTUNED | flags
+    if device.platform() != "cpu":
+        multiplies = any(op.operation.name in PRODUCTS for op in operations)
+        flags = NOT_KEPT_LESS | ({} if multiplies else UNTUNED) | flags
     return lowered.compile(compiler_options=flags or None)  # it raises what a kernel's compilation raised
 
 

@@ -22,6 +22,7 @@ from bonsai_jax.engine import runner as running
 from bonsai_jax.engine import stored
 from bonsai_jax.engine.delivery import Delivery
 from bonsai_jax.engine.scheduler import Scheduler
+from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.test_speculation import HYBRID, two_layers
 from tests.bonsai_jax.tokens import assert_same
@@ -541,17 +542,38 @@ def test_sizes_of_an_engine_are_counts(wrong):
     ("source", "speculate"), [(HYBRID, None), ("synth:tiny-llama:q8_0", None), (HYBRID, "ngram")]
 )
 def test_the_plan_of_memory_counts_the_pools_arrays(source, speculate):
-    """The samplers' exactly, where an engine may have any; all within a hundredth."""
+    """The samplers' exactly, where an engine may have any; all within a hundredth. It also counts the states
+    that steps work on, which are not in the pool (test_aot_models)."""
     model, how = tiny(source), SHAPE | {"speculate": speculate}
     with bj.Engine(model, **how) as engine:
         runner, plan = engine._loop.runner, running.pool_bytes(model, engine.options)
         pool, samplers = nbytes(runner._pool), 0
+        plan -= engine.options.max_batch_size * memory.copied_bytes(model.config, model.run)
         if speculate is None:
             runner.need("chain")
             samplers = nbytes(runner._parts["chain"])
             own = runner._parts["chain"]
             assert samplers == len(own.used) * chain.row_bytes(model.config.vocab_size, own.dry.ids.shape[1])
     assert plan == pytest.approx(pool + samplers, rel=0.01)
+
+
+@pytest.mark.parametrize(("share", "checkpoints"), [(1.0, 8), (0.9, 4), (0.5, None)])
+def test_an_engine_has_as_many_checkpoints_as_fit(share, checkpoints, monkeypatch):
+    """Half of them, or half of those, where memory is short; the caller's number as it is, or an error."""
+    model = tiny(HYBRID)
+    how = {"max_batch_size": 8, "pages": 16}
+    with bj.Engine(model, **how, checkpoints=8) as engine:
+        whole = running.pool_bytes(model, engine.options)
+    monkeypatch.setattr(memory.machine, "device_memory", lambda: share * whole)
+    if checkpoints is None:
+        with pytest.raises(MemoryError, match="max_batch_size=8 and pages=16 take"):
+            bj.Engine(model, **how)
+        return
+    with bj.Engine(model, **how) as engine:
+        assert engine.options.checkpoints == checkpoints
+    if share < 1:
+        with pytest.raises(MemoryError):
+            bj.Engine(model, **how, checkpoints=8)
 
 
 def nbytes(tree) -> int:

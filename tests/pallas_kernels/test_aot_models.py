@@ -15,6 +15,7 @@ from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner, split_rows
 from bonsai_jax.network import decoder
 from bonsai_jax.research import reading, score
+from bonsai_jax.weights import memory
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
 from pallas_kernels.gpu import kernels_first
@@ -288,6 +289,22 @@ def test_logits_after_every_token_compile(source):
         compile_for_gpu(lambda params, x: decoder.unembed(params, x, config), params, x)
 
 
+def test_the_plan_counts_the_states_that_decode_works_on(monkeypatch):
+    """Bonsai 2 27B's first four layers: a decode of all rows takes their states out of the pool."""
+    four = dataclasses.replace(synth.MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-2-27b", four)
+    rows, run = 16, bj.RunConfig(weights="packed", cache_dtype="bfloat16")
+    with as_on_a_gpu((9, 0)):
+        params, pool, config = shapes("synth:bonsai-2-27b:q1_0", rows=rows, context=256)
+        compiled = compile_for_gpu(
+            lambda params, pool, columns: on_device.decode(params, pool, columns, config, size=8),
+            params, pool, jax.ShapeDtypeStruct((rows, 2 + pool.cache.block_table.shape[1]), jnp.int32),
+            donate_argnums=1, compiler_options=runner.LOOP_IN_GRAPH,
+        )  # fmt: skip
+    copies, took = rows * memory.copied_bytes(config, run), compiled.memory_analysis().temp_size_in_bytes
+    assert copies <= took < 1.1 * copies + 2**26, (copies, took)
+
+
 def test_scores_and_harvests_compile():
     """Rows of a few tokens behind their prompts' pages, the tokens to be scored, and the layers up to a
     tapped one, without the others' weights."""
@@ -381,9 +398,8 @@ def test_xla_tries_variants_only_where_it_multiplies(multiplies):
     with as_on_a_gpu((9, 0)), mock.patch.object(type(lowered), "compile") as compile:
         kernels_first.compile(lowered, {"some": 1})
     (call,) = compile.call_args_list
-    assert call.kwargs["compiler_options"] == (
-        {"some": 1} if multiplies else {"some": 1, **kernels_first.UNTUNED}
-    )
+    untuned = {} if multiplies else kernels_first.UNTUNED
+    assert call.kwargs["compiler_options"] == {"some": 1, **untuned, **kernels_first.NOT_KEPT_LESS}
 
 
 def test_the_kernels_of_a_program_compile_alone():

@@ -24,9 +24,9 @@ A file holds everything that knows its kind:
 
 What mixes tokens has also
 
-    its settings  `bytes_per_token`, `bytes_per_row` and `scratch_bytes` of the cache; `bytes_read` and
-                  `operations` of a step; `output_width`; `problems`, for one token of each sequence and for
-                  many, the `impls` that are asked for, and the `kernels` chosen
+    its settings  `bytes_per_token`, `bytes_per_row`, `scratch_bytes` and `copied_bytes` of the cache;
+                  `bytes_read` and `operations` of a step; `output_width`; `problems`, for one token of each
+                  sequence and for many, the `impls` that are asked for, and the `kernels` chosen
     State         what the cache stores for it, with what the engine, files and speculation do with that
                   (state.py), and AXES, how devices split it
     empty         (settings, layers, run, room) -> State

@@ -222,6 +222,10 @@ class Attention:
         tokens = -(-run.context // run.page_size) * run.page_size
         return tokens * 2 * self.num_kv_heads * cache_layouts.bytes_per_head("float16", self.head_dim)
 
+    def copied_bytes(self, run: RunConfig) -> int:
+        """Pages stay where they are."""
+        return 0
+
     def _ring(self, run: RunConfig) -> int:
         """Pages of the ring; 0 where all keys stay."""
         every = self.pages(run.context, run.page_size, None)

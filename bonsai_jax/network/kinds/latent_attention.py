@@ -165,6 +165,9 @@ class LatentAttention:
     def scratch_bytes(self, run: RunConfig) -> int:
         return 0
 
+    def copied_bytes(self, run: RunConfig) -> int:
+        return 0
+
 
 def _kv_b_rows(is_keys: bool) -> Fused:
     """Rows of kv_b_proj, in which those of a head's keys and of its values follow each other."""

@@ -137,6 +137,10 @@ class Mamba2:
     def scratch_bytes(self, run: RunConfig) -> int:
         return 0
 
+    def copied_bytes(self, run: RunConfig) -> int:
+        """Bytes of one sequence that steps work on in a copy (State.taken)."""
+        return self.bytes_per_row(run)
+
 
 TENSORS = {
     spec.field: spec

@@ -66,6 +66,9 @@ class DecayingMean:
     def scratch_bytes(self, run: RunConfig) -> int:
         return 0
 
+    def copied_bytes(self, run: RunConfig) -> int:
+        return self.bytes_per_row(run)
+
 
 TENSORS = {
     spec.field: spec
