@@ -29,8 +29,8 @@ def divided(x, by: float):
 
 
 def product(x, by):
-    """x by, rounded before anything is added to it. Compilers fuse a product and a sum, which then rounds once;
-    a choice, of which one side is never taken but for NaN, keeps them apart."""
+    """x by, rounded before anything is added. Compilers make one operation of a product and a sum, which
+    rounds once; a choice between the two, whose other side is only taken for NaN, stops that."""
     return jnp.where(x == x, x * by, x)
 
 
