@@ -13,6 +13,7 @@ import numpy as np
 from .checkpoint import CheckpointError, Streamed, Tensor
 from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_LAYOUTS, tensor_nbytes
 from .gguf import ARRAY, MAX_ALIGNMENT, SCALARS, STRING
+from .writing import naming
 
 VERSION = 3
 MAX_TENSOR_NAME = 63  # bytes; llama.cpp keeps names in 64 with the closing zero
@@ -41,7 +42,7 @@ def write_gguf(
     `tensors` may be a generator: each tensor is written as it comes, then released; a Streamed one is never
     whole in memory. The bytes go to temporary
     files in the same folder, and `path` appears, or is replaced, only once everything is written.
-    Raises CheckpointError for a value, tensor or name that a GGUF file cannot hold.
+    Raises CheckpointError for a value, tensor or name that a GGUF file cannot hold, and OSErrors.
     """
     path = Path(path)
     if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
@@ -52,7 +53,7 @@ def write_gguf(
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         # The header comes first and needs every tensor's shape, so the data goes to a second file until then.
-        with tempfile.TemporaryFile(dir=path.parent) as body, open(unfinished, "wb") as out:
+        with naming(path), tempfile.TemporaryFile(dir=path.parent) as body, open(unfinished, "wb") as out:
             infos = _write_data(path, tensors, body, alignment)
             header = [b"GGUF", struct.pack("<IQQ", VERSION, len(infos), len(keys)), *keys, *infos]
             header = b"".join(header)

@@ -12,6 +12,7 @@ import numpy as np
 from .checkpoint import CheckpointError, Streamed
 from .geometry import tensor_nbytes
 from .safetensors import FORMATS
+from .writing import naming
 
 DTYPES = {format: dtype for dtype, (format, _) in FORMATS.items()}
 MOST_BYTES = 5_000_000_000  # of a file; more become several with an index, as transformers does it
@@ -41,11 +42,14 @@ def write_folder(
     unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
     before = folder.with_name(f".{folder.name}.{os.getpid()}.before")
     try:
-        unfinished.mkdir()
-        for name, content in files.items():
-            text = content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
-            (unfinished / name).write_text(text, encoding="utf-8")
-        _write_tensors(unfinished, tensors, most_bytes)
+        with naming(folder):
+            unfinished.mkdir()
+            for name, content in files.items():
+                text = (
+                    content if isinstance(content, str) else json.dumps(content, indent=2, ensure_ascii=False)
+                )
+                (unfinished / name).write_text(text, encoding="utf-8")
+            _write_tensors(unfinished, tensors, most_bytes)
         if overwrite and folder.is_dir():
             os.replace(folder, before)
         os.replace(unfinished, folder)

@@ -28,6 +28,12 @@ def divided(x, by: float):
     return x / jnp.where(x == x, by, x)
 
 
+def product(x, by):
+    """x by, rounded before anything is added. Compilers make one operation of a product and a sum, which
+    rounds once; a choice between the two, whose other side is only taken for NaN, stops that."""
+    return jnp.where(x == x, x * by, x)
+
+
 def sum_in_order(x):
     """The sum of a group, from its first number to its last. XLA chooses an order of its own. A turn adds
     several numbers, because a GPU launches each turn's kernels by themselves."""
@@ -59,7 +65,7 @@ def affine_codes(x, steps: int):
     least = jnp.take_along_axis(x, x.argmin(axis=-1, keepdims=True), axis=-1)[..., 0]  # the first: 0 or -0
     span = x.max(axis=-1) - least
     d = divided(jnp.where(span == 0, 0, span), steps)  # not -0
-    q = jnp.trunc((x - least[..., None]) * inverse(d)[..., None] + 0.5)
+    q = jnp.trunc(product(x - least[..., None], inverse(d)[..., None]) + 0.5)
     return d.astype(jnp.float16), least.astype(jnp.float16), jnp.minimum(q, steps).astype(jnp.uint8)
 
 

@@ -27,8 +27,8 @@ def notebooks(*arguments, model=TINY):
     return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_there_are_six():
-    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6"]
+def test_there_are_seven():
+    assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5", "6", "7"]
 
 
 # What the others compile under vmap, over meshes and under grad, test_recipes.py and on_eight_devices.py do
@@ -53,8 +53,8 @@ def test_it_runs_and_draws(notebook, model, tmp_path):
 
 
 def test_a_number_that_there_is_not():
-    done = notebooks(7)
-    assert done.returncode == 2 and "there is no notebook 7; there are 1, 2, 3, 4, 5, 6" in done.stderr
+    done = notebooks(8)
+    assert done.returncode == 2 and "there is no notebook 8; there are 1, 2, 3, 4, 5, 6, 7" in done.stderr
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

@@ -44,7 +44,7 @@ ROOMS = (
     ("model",),
     ("engine", "making", "nnx", "save"),
     ("research", "training"),
-    ("protocols", "text"),
+    ("protocols", "text", "tunix"),
     ("__init__",),
     ("batch", "server"),
     ("measure",),

@@ -96,6 +96,18 @@ def check_taps(taps: Any) -> None:
         arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
 
 
+def check_remat(remat: Any, config: ModelConfig) -> None:
+    """Raise ValueError unless it is True, False or "offload", and NotImplementedError for models whose layers
+    cannot be computed again."""
+    if not (isinstance(remat, bool) or (isinstance(remat, str) and remat == "offload")):
+        raise ValueError(f'remat is {arguments.shown(remat)}; it must be True, False or "offload"')
+    if remat and any(group.settings.reads is not None for group in config.groups("attention")):
+        raise NotImplementedError(
+            f"remat: layers of {config.architecture} read another layer's keys, which are not stored then; "
+            "leave remat out"
+        )
+
+
 def check_limit(limit: Any) -> None:
     """Raise ValueError unless it is a whole number, 0 or more, or a traced one."""
     if not isinstance(limit, jax.core.Tracer):

@@ -22,9 +22,17 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax import arguments
+from bonsai_jax.choices import Remat
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import chain, sampling, speculation
-from bonsai_jax.decoding.checks import check, check_limit, check_options, check_taps, checked_tokens
+from bonsai_jax.decoding.checks import (
+    check,
+    check_limit,
+    check_options,
+    check_remat,
+    check_taps,
+    checked_tokens,
+)
 from bonsai_jax.decoding.sampling import NO_TOKEN, NOTHING_TO_DRAW, Sampler
 from bonsai_jax.decoding.state import Drawn, State
 from bonsai_jax.network import cache as kv
@@ -271,7 +279,7 @@ def forward(
     taps: Taps | None = None,
     stop_at_layer: int | None = None,
     logits: bool = True,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> tuple[Float[Array, "B T V"] | Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
     """Whole sequences at once, from their first token, for gradients and for looking inside.
 
@@ -283,7 +291,8 @@ def forward(
     logits   False: return the residual stream instead, float32 [B, T, H], as the last layer that runs leaves
              it, not normed (`unembed` makes logits of it); the output matrix is not read
     remat    True: a backward pass stores the residual stream between layers alone, and computes each layer
-             again (jax.checkpoint): less memory, up to a third more arithmetic
+             again (jax.checkpoint): less memory, up to a third more arithmetic. "offload": the same, and the
+             stream waits in the host's memory (of a GPU; the same as True on a CPU)
     Returns float32 logits after every token (those of padding mean nothing), and the activations that
     taps.read names.
     Raises ValueError for shapes, or numbers of layers, that do not fit the model, and NotImplementedError for
@@ -296,11 +305,7 @@ def forward(
     Errors are those of `extend`.
     """
     check_taps(taps)
-    if remat and any(group.settings.reads is not None for group in config.groups("attention")):
-        raise NotImplementedError(
-            f"remat: layers of {config.architecture} read another layer's keys, which are not stored then; "
-            "leave remat out"
-        )
+    check_remat(remat, config)
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)

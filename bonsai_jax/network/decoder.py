@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import arguments
+from bonsai_jax.choices import Remat
 from bonsai_jax.config import ModelConfig, Run
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import inputs, kinds, rope, workspaces
@@ -23,6 +24,7 @@ from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
+from bonsai_jax.network.remat import recomputed
 from bonsai_jax.network.taps import STREAM, Taps
 from pallas_kernels import matmul
 
@@ -52,7 +54,7 @@ def decoder(
     taps: Taps | None = None,
     keep_updates: bool = False,
     num_layers: int | None = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
@@ -195,7 +197,7 @@ def decoder(
             some_body, numbers = functools.partial(body, tapped=alike), jnp.arange(turns[0], turns[-1] + 1)
             if remat:  # x alone goes from turn to turn: a backward pass has one cache, not one for each
                 alone = lambda x, turn, own=some_body: _first(own((x, cache, {}), turn))  # noqa: E731
-                x, each = jax.lax.scan(jax.checkpoint(alone), carry[0], numbers)
+                x, each = jax.lax.scan(recomputed(alone, remat), carry[0], numbers)
                 carry = x, *carry[1:]
             else:
                 carry, each = jax.lax.scan(some_body, carry, numbers, unroll=min(unroll, len(turns)))

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax.choices import Remat
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding.steps import forward
 from bonsai_jax.network.params import Params
@@ -36,7 +37,7 @@ def distillation_step(
     *,
     temperature: float = 1.0,
     clip: float | None = None,
-    remat: bool = False,
+    remat: Remat = False,
 ) -> Step:
     """One step that trains a whole model on another model's predictions, jitted.
 
@@ -45,7 +46,7 @@ def distillation_step(
     optimizer  one of optax's; its state starts as optimizer.init(weights)
     teacher    the config of a model with the same vocabulary; its params are an argument of the step
     clip       as for `pallas_kernels.straight_through`
-    remat      as for `bj.forward`: less memory, up to a third more arithmetic
+    remat      as for `bj.forward`: True or "offload" for less memory, up to a third more arithmetic
     The step is (weights, moments, teacher_params, tokens, lengths) -> (weights, moments, loss), with tokens
     int32 [B, T], padded at the end. It donates weights and moments. Raises ValueError for another vocabulary.
     """

@@ -13,6 +13,7 @@ from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.encoding import (
     column_weights,
     inverse,
+    product,
     rounded_between,
     signed_absmax,
     signed_fit,
@@ -39,7 +40,7 @@ def quantize(x):
     """d is the number furthest from 0 over -8, so that this number has a code of its own; q is x / d + 8.5
     without its fraction (ggml's quantize_row_q4_0_ref, to the bit)."""
     d = signed_absmax(x) / -8
-    q = jnp.minimum(jnp.trunc(x * inverse(d)[..., None] + 8.5), 15).astype(jnp.uint8)
+    q = jnp.minimum(jnp.trunc(product(x, inverse(d)[..., None]) + 8.5), 15).astype(jnp.uint8)
     return {"d": d.astype(jnp.float16), "qs": packing.packed(q, 4)}
 
 

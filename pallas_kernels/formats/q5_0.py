@@ -14,6 +14,7 @@ from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.encoding import (
     column_weights,
     inverse,
+    product,
     rounded_between,
     signed_absmax,
     signed_fit,
@@ -43,7 +44,7 @@ def packed(q):
 def quantize(x):
     """As Q4_0, with twice as many codes (ggml's quantize_row_q5_0_ref, to the bit)."""
     d = signed_absmax(x) / -16
-    q = jnp.minimum(jnp.trunc(x * inverse(d)[..., None] + 16.5), 31).astype(jnp.uint8)
+    q = jnp.minimum(jnp.trunc(product(x, inverse(d)[..., None]) + 16.5), 31).astype(jnp.uint8)
     return {"d": d.astype(jnp.float16), **packed(q)}
 
 

@@ -234,9 +234,10 @@ def test_what_fails_leaves_nothing_and_replaces_nothing(to_folder, tiny, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     for failure, error in ((interrupt, KeyboardInterrupt), (fill, OSError)):
-        with pytest.raises(error):
+        with pytest.raises(error) as raised:
             convert(source, path, progress=failure)
         assert os.listdir(tmp_path) == []
+        assert error is not OSError or raised.value.filename == str(path)
     convert(source, path)
     with pytest.raises(FileExistsError, match="is there already; name another, or replace it: --overwrite"):
         convert(source, path)

@@ -159,6 +159,22 @@ def test_requests_under_updates(requests, updates):
     assert abs(errors).max() < 1e-3 and (np.expm1(errors) - errors).mean() < 1e-6
 
 
+def test_a_cancelled_answer_goes_on_where_it_was():
+    """With its tokens so far behind the prompt, and its seed."""
+    with engine_with(0) as engine:
+        whole = engine.submit(PROMPTS[1], SAMPLED, max_new_tokens=16, **HOW).result(60)
+        handle = engine.submit(PROMPTS[1], SAMPLED, max_new_tokens=40, **HOW)
+        for _ in handle:
+            handle.cancel()
+        before = handle.result(60)
+        assert before.finish_reason == "cancelled" and 0 < len(before.tokens) < 40
+        tokens = before.tokens[:10]
+        text = [*PROMPTS[1], *tokens]
+        after = engine.submit(text, SAMPLED, max_new_tokens=16 - len(tokens), **HOW).result(60)
+        assert_same([tokens + after.tokens], [whole.tokens])
+        assert_all_pages_are_back(engine)
+
+
 def test_running_answers_go_on_with_the_keys_that_they_have():
     """A token was read by the weights that drew the next one."""
     with engine_with(0) as engine:

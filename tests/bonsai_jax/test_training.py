@@ -169,12 +169,35 @@ def test_checkpointed_layers_have_the_same_gradients_in_less_memory():
         return out[:, -1, 3].sum()
 
     slope = jax.jit(jax.grad(value), static_argnums=1)
-    programs = [slope.lower(weights, remat).compile() for remat in (False, True)]
-    plain, again = (program(weights) for program in programs)
+    programs = [slope.lower(weights, remat).compile() for remat in (False, True, "offload")]
+    plain, again, offloaded = (program(weights) for program in programs)
     for name in weights:
         np.testing.assert_allclose(plain[name], again[name], rtol=1e-3, atol=1e-4, err_msg=name)
-    plain, again = (program.memory_analysis().temp_size_in_bytes for program in programs)
+        np.testing.assert_array_equal(again[name], offloaded[name])
+    plain, again, _ = (program.memory_analysis().temp_size_in_bytes for program in programs)
     assert again < 0.6 * plain
+
+
+def test_the_stream_between_checkpointed_layers_goes_to_the_host():
+    """In the program of a GPU: of each turn of the forward loop to pinned memory, and back in the backward
+    loop's. What that saves: test_aot_transformations.py."""
+    plan = training.plan(tiny_gguf("llama", SHAPE | {"block_count": 6}), "f32", RUN)
+    weights = jax.eval_shape(plan.weights)
+
+    def value(weights, remat):
+        out, _ = bj.forward(plan.rounded(weights), TOKENS, LENGTHS, plan.config, remat=remat)
+        return out[:, -1, 3].sum()
+
+    def placed(remat):
+        traced = jax.jit(jax.grad(value), static_argnums=1).trace(weights, remat)
+        program = traced.lower(lowering_platforms=("cuda",)).as_text()
+        lines = [line for line in program.splitlines() if "@annotate_device_placement" in line]
+        return [re.findall(r'placement = "(\w+)".*-> tensor<(.*?)>', line)[0] for line in lines]
+
+    assert placed(True) == []
+    assert sorted(placed("offload")) == [("device", "2x6x128xf32"), ("pinned_host", "2x6x128xf32")]
+    with pytest.raises(ValueError, match="remat is 'host'; it must be True, False or \"offload\""):
+        value(plan.weights(), "host")
 
 
 @pytest.mark.parametrize("remat", [False, True])

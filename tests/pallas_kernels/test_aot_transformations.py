@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import bonsai_jax as bj
+from bonsai_jax import training
 from bonsai_jax.decoding import steps as core
 from pallas_kernels import Products, QTensor, experts_ffn, for_device, formats, gated, matmul
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_gpu, shapes
@@ -70,6 +72,26 @@ def test_steps_of_several_caches_compile_under_vmap():
         states = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), state)
         step = jax.vmap(lambda params, state: core.step(params, state, config), in_axes=(None, 0))
         compile_for_gpu(step, params, states)
+
+
+def test_offloaded_streams_leave_the_device():
+    """remat="offload": the host has the streams of all layers, and the device that much less."""
+    plan = training.plan("synth:tiny-llama:f32", "f32", bj.RunConfig())
+    texts = jax.ShapeDtypeStruct((8, 256), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
+
+    def memory(remat):
+        def loss(weights, tokens, lengths):
+            params = plan.rounded(weights)
+            out, _ = bj.forward(params, tokens, lengths, plan.config, remat=remat, logits=False)
+            return jnp.square(out).sum()
+
+        compiled = compile_for_gpu(jax.grad(loss), jax.eval_shape(plan.weights), *texts)
+        return compiled.memory_analysis()
+
+    again, offloaded = memory(True), memory("offload")
+    streams = plan.config.num_layers * 8 * 256 * plan.config.hidden * 4
+    assert (again.host_temp_size_in_bytes, offloaded.host_temp_size_in_bytes) == (0, streams)
+    assert offloaded.temp_size_in_bytes < again.temp_size_in_bytes - 0.9 * streams
 
 
 @pytest.mark.slow

@@ -63,6 +63,29 @@ def test_blocks_are_ggml_s_to_the_bit(format, seed):
     assert rows.size == 0, f"rows {rows}"
 
 
+def borders(levels: int) -> np.ndarray:
+    """float32 [ROWS, COLUMNS]: groups of 32 whose numbers lie within an ulp or two of the borders between two
+    codes, if the step between codes is a `levels`th of the first number, or of the range (in odd rows)."""
+    rng = np.random.default_rng(levels)
+    x = rng.uniform(0.5, 1, (ROWS, COLUMNS // 32, 1)) * rng.choice([-1, 1], (ROWS, COLUMNS // 32, 1))
+    x = x.astype(np.float32)
+    code = rng.integers(-levels, levels, (ROWS, COLUMNS // 32, 32)) + 0.5
+    code[1::2] = abs(code[1::2])
+    near = (x / np.float32(levels) * code).astype(np.float32)
+    near = np.nextafter(near, rng.choice([-2, 0, 2], near.shape).astype(np.float32))
+    near[..., :1], near[1::2, :, 1] = x, 0
+    return near.reshape(ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize("levels", [7, 8, 15, 16, 31, 127])
+@pytest.mark.parametrize("format", ONE_RULE)
+def test_a_product_is_rounded_before_the_sum(format, levels):
+    """As in C; compilers like to make one operation of both, which rounds once (602 of the weights of SmolLM2
+    in Q4_0)."""
+    x = borders(levels)
+    np.testing.assert_array_equal(encoded(x, format), ggml_quantize.quantize(x, format))
+
+
 @pytest.mark.parametrize("format", ["q8_0", "q4_1", "q1_0", "mxfp4"])
 def test_without_jit_too(format):
     x = weights(3)[:12]
