@@ -74,7 +74,7 @@ class Compiled:
         from llguidance import LLMatcher, LLParserLimits
 
         own = LLMatcher(tokens.trie, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
-        self._start = Matcher(kind, tokens, own)
+        self._start = Matcher(kind, tokens.words, tokens.end_tokens, own)
         self._start.find()
 
     def matcher(self) -> "Matcher":
@@ -97,7 +97,7 @@ class _Tokens:
         wrapper = llguidance.TokenizerWrapper(_Encoder(tokenizer, vocab_size, ends[0]))
         self.trie: LLTokenizer = llguidance.LLTokenizer(wrapper, eos_token=ends)
         self.words = -(-vocab_size // 32)
-        self.ends = ends  # tokens that end an answer
+        self.end_tokens = ends
         self.compiled: OrderedDict[Constraint, Compiled] = OrderedDict()
 
 

@@ -11,8 +11,6 @@ from jaxtyping import UInt32
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from bonsai_jax.constraints.compiled import _Tokens
-
 IN_THREADS_S = 0.0005  # CPU time from which masks are made in threads, which take as long to begin
 
 
@@ -26,6 +24,9 @@ class _Next(NamedTuple):
 class Matcher:
     """Where one answer stands in its constraint. One thread at a time.
 
+    kind      of the constraint, for its errors
+    words     of a mask
+    end_tokens   those that end an answer
     forced    tokens that must come next, in this order; [] where there is more than one way
     ends      after these the answer is complete
     complete  nothing may follow but the end
@@ -35,9 +36,9 @@ class Matcher:
               goes on, and finds what may come after each
     """
 
-    def __init__(self, kind: str, tokens: "_Tokens", own: "LLMatcher"):
-        self._kind, self._tokens, self._own = kind, tokens, own
-        self._bits = np.zeros(tokens.words, np.uint32)
+    def __init__(self, kind: str, words: int, end_tokens: Sequence[int], own: "LLMatcher"):
+        self._kind, self._end_tokens, self._own = kind, end_tokens, own
+        self._bits = np.zeros(words, np.uint32)
         self.forced: list[int] = []
         self.ends = self.complete = self._past_end = False
         self.find_s = 0.0
@@ -104,7 +105,7 @@ class Matcher:
 
     def _allow(self, bits: UInt32[np.ndarray, "words"]) -> None:
         if self._past_end:
-            for token in self._tokens.ends:
+            for token in self._end_tokens:
                 bits[token // 32] &= ~_one_bit(token)
         self._bits = bits
         self._check()
@@ -122,7 +123,7 @@ class Matcher:
         further = self.copy()
         for token in drafts:
             word, bit = divmod(token, 32)
-            if token in self._tokens.ends or not further.allowed[word] >> np.uint32(bit) & 1:
+            if token in self._end_tokens or not further.allowed[word] >> np.uint32(bit) & 1:
                 return
             try:
                 further.consume([token])
@@ -136,7 +137,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """Another one at the same place."""
-        new = Matcher(self._kind, self._tokens, self._own.deep_copy())
+        new = Matcher(self._kind, len(self._bits), self._end_tokens, self._own.deep_copy())
         new._bits, new.forced = self._bits, list(self.forced)
         new.ends, new.complete, new._past_end = self.ends, self.complete, self._past_end
         return new
