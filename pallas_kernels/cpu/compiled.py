@@ -78,8 +78,8 @@ def has(feature: str) -> bool:
 
 
 def _code(text: str) -> bytes:
-    """Machine code of a module. LLVM only simplifies each function: kernels are written as vectors and as loops
-    that are unrolled already, so vectorizers and passes over the whole module take time and change no speed.
+    """Machine code of a module. LLVM only simplifies each function: kernels are written as vectors and loops
+    that are unrolled, so vectorizers and passes over the whole module take time and change no speed.
     """
     module = llvm.parse_assembly(text)
     module.verify()
