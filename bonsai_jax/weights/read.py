@@ -117,9 +117,9 @@ def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) ->
     place in a donated array, so that at most one layer exists twice."""
     matrix = piece.matrix
     if piece.copied:
-        data = _released(piece.tensors)
+        data = () if device.traced() else _released(piece.tensors)  # jax.eval_shape reads nothing
         lead = (len(piece.layers), matrix.shape[0])[not stacked :]
-        fields = formats.copied(matrix.problem.format, lead, data)
+        fields = formats.copied(matrix.problem.format, (*lead, matrix.shape[1]), data)
         on_xla = {name: jax.device_put(field, may_alias=True) for name, field in fields.items()}
         made = QTensor(on_xla, matrix.problem.format, matrix.shape, products=matrix.products)
     for index, layer in enumerate(() if piece.copied else piece.layers):
