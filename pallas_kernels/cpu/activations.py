@@ -37,8 +37,8 @@ LEAST_SUMS = 8
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
     """Everything that a kernel's code depends on. From the call it reads sizes, whether a norm comes before
-    the product, and whether a residual is added after it: so a layer's products share a kernel, as LLVM needs a
-    tenth of a second for each.
+    the product, and whether a residual is added after it: so a layer's products share a kernel, as LLVM needs
+    a tenth of a second for each.
 
     format    the format of the weights
     activation  of two matrices' outputs, activation(x G.T, x U.T); None: there is one matrix
