@@ -3,8 +3,8 @@
     python benchmarks/start.py -m MODEL [-n 256] [-b 64] [--starts 2] > rows.jsonl
 
 Each start is a process of its own, which stores programs and sets Python's garbage collector as the command
-line does. All share one folder of compiled programs, which is empty at the first start and removed at the end;
-the operating system's page cache is as it is. Python's bytecode is compiled before the first start, as
+line does. All share one folder of compiled programs, which is empty at the first start and removed at the
+end; the operating system's page cache is as it is. Python's bytecode is compiled before the first start, as
 installers do, also where PYTHONDONTWRITEBYTECODE is set. A row has, in seconds:
 
     imported       since the process began, when `import bonsai_jax` and the devices are there
