@@ -111,8 +111,8 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._last: concurrent.futures.Future[list[Any]] | None = None  # dispatch in that thread
-        # A CPU's results are in the host's memory. If Python ends while steps run, their copy ends the process
-        # by SIGABRT, as jaxlib's callback wants the GIL.
+        # A CPU's results are in the host's memory. If Python ends while steps run, their copy would end the
+        # process by SIGABRT, as jaxlib's callback wants the GIL.
         self._copies = jax.process_count() == 1 and platform() != "cpu"
         self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
