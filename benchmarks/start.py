@@ -2,10 +2,11 @@
 
     python benchmarks/start.py -m MODEL [-n 256] [-b 64] [--starts 2] > rows.jsonl
 
-Each start is a process of its own, which stores programs as the command line does. All share one folder of
-compiled programs, which is empty at the first start and removed at the end; the operating system's page cache
-is as it is. Python's bytecode is compiled before the first start, as pip does, also where
-PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources, too. A row has, in seconds:
+Each start is a process of its own, which stores programs and sets Python's garbage collector as the command
+line does. All share one folder of compiled programs, which is empty at the first start and removed at the
+end; the operating system's page cache is as it is. Python's bytecode is compiled before the first start, as
+pip does, also where PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources, too. A
+row has, in seconds:
 
     imported       since the process began, when `import bonsai_jax` and the devices are there
     loaded         the same, when the model is on the device
@@ -19,6 +20,7 @@ PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources
 import argparse
 import dataclasses
 import functools
+import gc
 import importlib.util
 import itertools
 import json
@@ -40,6 +42,7 @@ def child(
 ) -> dict[str, float]:
     """One start, in the process that `began` at this time (time.time())."""
     since = lambda: time.time() - began  # noqa: E731
+    gc.set_threshold(50_000)  # as the command line does
     import jax
 
     import bonsai_jax as bj

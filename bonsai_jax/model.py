@@ -121,8 +121,8 @@ def load(
               is put beside the weights (`load_adapter` has their errors)
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
-    on_shapes on one GPU, called before weights are read with a Model that has their shapes only, such as
-              `compile_ahead`, which makes the first start two seconds shorter
+    on_shapes on one device, called before weights are read with a Model that has their shapes only, such as
+              `compile_ahead`: a first start is two seconds shorter on a GPU, and half a second on a CPU
     Compiled programs are kept in the user's cache folder (compile_cache.py).
     Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture,
     NotImplementedError for an architecture, a format or an implementation that is not supported,
@@ -173,7 +173,7 @@ def from_checkpoint(
     devices = [device.in_use()] if mesh is None else mesh.local_devices
     rows = run.batch_size or 1  # as many as were asked for
     memory.reserve(description, dataclasses.replace(load_plan.run, batch_size=rows), where.parts, devices)
-    if on_shapes is not None and on_one_gpu:
+    if on_shapes is not None and mesh is None:
         on_shapes(model(jax.eval_shape(lambda: network_params.load(load_plan))))
     return model(network_params.load(load_plan, progress, STACKS_AT_ONCE if on_one_gpu else 1))
 

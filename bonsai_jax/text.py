@@ -168,7 +168,7 @@ def compile_ahead(
     constraint: Constraint | Sequence[Constraint | None] | None = None,
 ) -> None:
     """Begin to compile, in other threads, what `generate` or `stream` with these arguments runs first, and
-    return at once. On a GPU that can be done while weights are read:
+    return at once. On one device that can be done while weights are read:
 
         model = bj.load("model.gguf", on_shapes=bj.compile_ahead)
         model = bj.load("model.gguf", on_shapes=lambda model: bj.compile_ahead(model, prompts))

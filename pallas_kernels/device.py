@@ -49,6 +49,11 @@ GPUS = {
 }
 
 
+def traced() -> bool:
+    """Whether a function is being traced by this thread, so that what it makes has shapes and no values."""
+    return isinstance(jax.device_put(0), jax.core.Tracer)  # compiles nothing
+
+
 def default() -> Device:
     """The device that JAX uses now. A device that is not a GPU gets the multiprocessors and shared memory of
     an H200, so that plans can be made and shown.

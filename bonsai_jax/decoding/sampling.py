@@ -200,8 +200,13 @@ def bias_width(per_row: Sequence[SamplingParams]) -> int:
 
 
 def keys(seeds: UInt32[Array | np.ndarray, "B"]) -> Key[Array, "B"]:
-    """A key for each seed."""
-    return jax.vmap(jax.random.key)(seeds)
+    """A key for each seed, that of Threefry for the words 0 and the seed, as jax.random.key makes it. From a
+    numpy array nothing is compiled."""
+    if isinstance(seeds, np.ndarray):
+        words = jax.device_put(np.stack([np.zeros_like(seeds), seeds], axis=1), may_alias=False)
+    else:
+        words = jnp.stack([jnp.zeros_like(seeds), seeds], axis=1)
+    return jax.random.wrap_key_data(words, impl="threefry2x32")
 
 
 def kernel(vocab_size: int, impl: str = "auto") -> str:

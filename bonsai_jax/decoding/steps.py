@@ -58,7 +58,8 @@ def start(
     max_new_tokens  int32 [B], most tokens that each row draws
     """
     remaining = jnp.asarray(max_new_tokens, jnp.int32)  # a weak type would compile everything once more
-    return State(cache, jnp.full_like(remaining, NO_TOKEN), remaining, stop_ids, sampler)
+    none = jax.device_put(np.full(remaining.shape, NO_TOKEN, np.int32), may_alias=False)  # compiles nothing
+    return State(cache, none, remaining, stop_ids, sampler)
 
 
 DRAWN = Drawn._make(["state", "rows", "rows"])  # how results lie over a mesh

@@ -149,7 +149,7 @@ class Engine:
     @classmethod
     def compile_ahead(cls, model: Model, **arguments: Any) -> None:
         """Begin to compile, in other threads, every program of an Engine with these arguments, and return at
-        once. On a GPU that can be done while weights are read:
+        once. On one device that can be done while weights are read:
 
             options = {"max_batch_size": 64}
             model = bj.load("model.gguf", on_shapes=lambda model: bj.Engine.compile_ahead(model, **options))

@@ -2,13 +2,14 @@
 called."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import inspect
 import os
 import sys
 import threading
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +29,9 @@ _LOCK = threading.Lock()
 # Python traces one program at a time: they share the GIL, and so the first is being compiled while the second
 # is traced.
 _TRACING = threading.Lock()
+_last_turn = threading.Event()  # of the program that was begun last: set once it is lowered, or need not be
+_last_turn.set()
+_NO_TURN = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,9 @@ class Programs:
 
     def compile(self, call: Call) -> concurrent.futures.Future[None]:
         """Load or compile the program of a call in another thread, as XLA releases the GIL, unless this
-        process has it."""
+        process has it. Programs are lowered in the order in which they are begun, so that a CPU's kernels are
+        compiled in this order, too."""
+        global _last_turn
         if call.program not in self._begun:
             device, settings = jax.config.jax_default_device, stored.settings()  # contexts of this thread
 
@@ -108,9 +114,13 @@ class Programs:
                 with jax.default_device(device):
                     # Under another context of the caller's, such as a precision, `get` compiles.
                     if stored.settings() == settings:
-                        self._made(call)
+                        self._made(call, _turn(before, own))
 
-            self._begun[call.program] = self._threads.submit(work)
+            with _LOCK:
+                before, own = _last_turn, threading.Event()
+                _last_turn = own
+                self._begun[call.program] = self._threads.submit(work)
+            self._begun[call.program].add_done_callback(lambda _: own.set())
         return self._begun[call.program]
 
     def compile_in_turn(self, calls: Sequence[Call]) -> concurrent.futures.Future[None]:
@@ -147,8 +157,10 @@ class Programs:
         """Take no more calls; threads finish what they have begun, for whoever asks this process for it."""
         self._threads.shutdown(wait=False)
 
-    def _made(self, call: Call) -> jax.stages.Compiled:
-        """The program, which only one thread of this process makes."""
+    def _made(
+        self, call: Call, turn: contextlib.AbstractContextManager[None] = _NO_TURN
+    ) -> jax.stages.Compiled:
+        """The program, which only one thread of this process makes. turn: around its lowering."""
         identity = call.program, self._kind, stored.settings()
         own: concurrent.futures.Future[jax.stages.Compiled] = concurrent.futures.Future()
         with _LOCK:
@@ -157,13 +169,15 @@ class Programs:
                 compiled.pop(next(iter(compiled)))
         if future is own:
             try:
-                own.set_result(self._loaded_or_compiled(call))
+                own.set_result(self._loaded_or_compiled(call, turn))
             except BaseException as error:  # told to whoever waits, too
                 compiled.pop(identity, None)
                 own.set_exception(error)
         return future.result()
 
-    def _loaded_or_compiled(self, call: Call) -> jax.stages.Compiled:
+    def _loaded_or_compiled(
+        self, call: Call, turn: contextlib.AbstractContextManager[None]
+    ) -> jax.stages.Compiled:
         """The program, from a file, or compiled."""
         key = None
         if call.source is not None and jax.process_count() == 1:
@@ -173,7 +187,7 @@ class Programs:
         arrays = self.model.params, self._pool, *(call.arrays if mesh is None else call.placed(mesh))
         program = None if key is None else stored.load(key, arrays, self._devices())
         if program is None:
-            with _TRACING:
+            with turn, _TRACING:
                 lowered = call.function.lower(*arrays, *call.static, **call.options)
             if key is None:
                 program = kernels_first.compile(lowered, call.flags)
@@ -186,3 +200,13 @@ class Programs:
     def _devices(self) -> list[jax.Device]:
         mesh = self.model.mesh
         return [device.in_use()] if mesh is None else list(mesh.devices.flat)
+
+
+@contextlib.contextmanager
+def _turn(before: threading.Event, own: threading.Event) -> Iterator[None]:
+    """Begin after the turn before has ended."""
+    before.wait()
+    try:
+        yield
+    finally:
+        own.set()

@@ -111,6 +111,9 @@ class Runner:
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
         self._last: concurrent.futures.Future[list[Any]] | None = None  # dispatch in that thread
+        # A CPU's results are in the host's memory. If Python ends while steps run, their copy would end the
+        # process by SIGABRT, as jaxlib's callback wants the GIL.
+        self._copies = jax.process_count() == 1 and platform() != "cpu"
         self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
@@ -373,7 +376,7 @@ class Runner:
             pool, *drawn = program(params, pool, *call.placed(self.model.mesh))
             self._parts |= {part: getattr(pool, part) for part in call.parts}
             self._pool = pool.replace(**dict.fromkeys(call.parts))
-            if jax.process_count() == 1:
+            if self._copies:
                 for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()
             return drawn

@@ -2,6 +2,7 @@
 BPE over raw text."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -308,7 +309,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
 
     merges = _merges(metadata)
     control = tokens.ids.keys() - tokens.bpe_ids.keys()
-    merges = [(left, right) for left, right in merges if control.isdisjoint((left, right, left + right))]
+    texts = itertools.chain(itertools.chain.from_iterable(merges), map("".join, merges))
+    if not control.isdisjoint(texts):
+        merges = [(left, right) for left, right in merges if control.isdisjoint((left, right, left + right))]
     # Bytes without a token are dropped after merging; before, they keep their neighbours from merging.
     count = len(tokens.texts)
     missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]

@@ -118,9 +118,9 @@ def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) ->
     place in a donated array, so that at most one layer exists twice."""
     matrix = piece.matrix
     if piece.copied:
-        data = _released(piece.tensors)
+        data = () if device.traced() else _released(piece.tensors)  # jax.eval_shape reads nothing
         lead = (len(piece.layers), matrix.shape[0])[not stacked :]
-        fields = formats.copied(matrix.problem.format, lead, data)
+        fields = formats.copied(matrix.problem.format, (*lead, matrix.shape[1]), data)
         on_xla = {name: jax.device_put(field, may_alias=True) for name, field in fields.items()}
         made = QTensor(on_xla, matrix.problem.format, matrix.shape, products=matrix.products)
     for index, layer in enumerate(() if piece.copied else piece.layers):
@@ -144,9 +144,7 @@ def _matrices(piece: Piece, placement: Placement, run: Run, *, stacked: bool) ->
 def _ready[T](made: T) -> T:
     """Wait until these arrays are made. Those of jax.eval_shape have nothing to wait for, and for each of
     them jax would print all that is traced into an error that it then drops, 10 ms."""
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(made)):
-        jax.block_until_ready(made)
-    return made
+    return made if device.traced() else jax.block_until_ready(made)
 
 
 def _run(function: Any, static: tuple, *arguments: Any) -> Any:

@@ -96,7 +96,7 @@ def empty(name: str, shape: tuple[int, ...]) -> Pages:
 def _zeros(shape: tuple[int, ...], dtype) -> jax.Array:
     one_cpu = device.platform() == "cpu" and jax.device_count() == 1  # of several, XLA makes each one's part
     known = sys.platform == "linux" and importlib.util.find_spec("llvmlite") is not None
-    if not one_cpu or not known or isinstance(jnp.zeros(()), jax.core.Tracer):  # jax.export refuses handlers
+    if not one_cpu or not known or device.traced():  # jax.export refuses handlers
         return jnp.zeros(shape, dtype)
     from pallas_kernels.cpu.zeros import zeros
 

@@ -36,20 +36,18 @@ LEAST_SUMS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """Everything that a kernel's code depends on, except for sizes: it reads these from the call.
+    """Everything that a kernel's code depends on. From the call it reads sizes, whether a norm comes before
+    the product, and whether a residual is added after it: so a layer's products share a kernel, as LLVM needs
+    a tenth of a second for each.
 
     format    the format of the weights
     activation  of two matrices' outputs, activation(x G.T, x U.T); None: there is one matrix
     bits      8: activations become integers; 16: they stay float32
-    eps       epsilon of the norm before the product; None: no norm
-    residual  whether a residual is added
     """
 
     format: str
     activation: Activation | None
     bits: int
-    eps: float | None
-    residual: bool
 
     FACTOR: ClassVar[Type] = I32  # the type of `factors`
 
@@ -137,31 +135,37 @@ class Kernel(abc.ABC):
         return later.target(self, type(self).module)
 
 
+X, NUMBERS, GAMMA, RESIDUAL, WEIGHTS = range(5)  # arguments of a call; the last are fields, and may be many
+# Numbers of a call, int32: two indices, two switches, and the bits of a float32. Without a norm gamma is not
+# used, and without a residual that is not; x is in their place.
+LAYER, GAMMA_LAYER, NORMS, ADDS, EPS = range(5)
+
+
 class Writer:
-    """Writes a kernel's functions. The arguments of its call are x, the indices of the layer and of gamma's
-    layer, gamma, the residual, and the fields of the weights."""
+    """Writes a kernel's functions."""
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.v = kernel, kernel.vectors
-        self.gamma = 2
-        self.residual = self.gamma + (kernel.eps is not None)
-        self.weights = self.residual + kernel.residual
+
+    def number(self, frame: Value, i: int, kind: Type = I32) -> Value:
+        """One of a call's numbers."""
+        return ffi.argument(frame, NUMBERS).at(4 * i).load(kind)
 
     def activations(self, frame: Value, m: Value, record: Callable[[Value], Value]) -> None:
         """Write row m of x, normed, into the workspace: chunk c to the address record(c)."""
         kernel, v = self.kernel, self.v
-        k = ffi.size(frame, 0, 1)
-        x = ffi.argument(frame, 0).at(m * k * 4)
-        norm = self._inverse_rms(x, k) if kernel.eps is not None else None
+        k = ffi.size(frame, X, 1)
+        x = ffi.argument(frame, X).at(m * k * 4)
+        normed, norm = self.number(frame, NORMS).compared("!=", 0), Variable(constant(k.b, F32, 1.0))
+        with when(normed):
+            norm.value = self._inverse_rms(x, k, self.number(frame, EPS, F32))
 
         chunk, zero = self._padded(x, k), constant(k.b, I64, 0)
-        if norm is not None:
-            layer = ffi.argument(frame, 1).at(4).load(I32).signed(I64)
-            gamma = self._padded(ffi.argument(frame, self.gamma).at(layer * k * 4), k)
+        layer = self.number(frame, GAMMA_LAYER).signed(I64)
+        gamma = self._padded(ffi.argument(frame, GAMMA).at(layer * k * 4), k)
         with loop(zero, (k + (v.width - 1)) / v.width) as c:
             values = chunk(c)
-            if norm is not None:
-                values = values * norm.splat(v.width) * gamma(c)
+            values = normed.select(values * norm.value.splat(v.width) * gamma(c), values)
             (self.write_integers if kernel.integers else self.write_floats)(values, record(c))
 
     def _padded(self, row: Value, k: Value) -> Callable[[Value], Value]:
@@ -185,7 +189,7 @@ class Writer:
         with when(left.compared(">", 0)):
             write(whole, left.narrow(I32))
 
-    def _inverse_rms(self, x: Value, k: Value) -> Value:
+    def _inverse_rms(self, x: Value, k: Value, eps: Value) -> Value:
         b = x.b
         kind = vector(F32, DWORDS)
         total = Variable(constant(b, kind, 0.0))
@@ -195,7 +199,7 @@ class Writer:
             total.value = values.fma(values, total.value)
 
         self.chunks(k, add, DWORDS)
-        mean = total.value.sum() / k.float() + self.kernel.eps
+        mean = total.value.sum() / k.float() + eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
     def write_integers(self, values: Value, record: Value) -> None:
@@ -221,10 +225,10 @@ class Writer:
 
     def places(self, frame: Value, matrix: int, row: Value, n: Value) -> dict[str, Value]:
         """The address of a row of weights in each field."""
-        kernel, k = self.kernel, ffi.size(frame, 0, 1)
-        layer = ffi.argument(frame, 1).load(I32).signed(I64)
+        kernel, k = self.kernel, ffi.size(frame, X, 1)
+        layer = self.number(frame, LAYER).signed(I64)
         blocks = (layer * n + row) * (k / formats.get(kernel.format).WEIGHTS)
-        first = self.weights + matrix * len(kernel.fields)
+        first = WEIGHTS + matrix * len(kernel.fields)
         return {
             name: ffi.argument(frame, first + i).at(blocks * dtype.itemsize)
             for i, (name, dtype) in enumerate(kernel.fields.items())
@@ -268,13 +272,14 @@ class Writer:
     def store(self, frame: Value, y: list[Value], place: Value, count: Value) -> None:
         """Store a vector of outputs, or the activation of two matrices' outputs, with the residual."""
         out = y[0] if self.kernel.activation is None else self.kernel.activation(*y, math=MATH)
-        if self.kernel.residual:
-            out = out + ffi.argument(frame, self.residual).at(place * 4).load(out.type, count)
-        ffi.result(frame, 0).at(place * 4).store(out, count)
+        total = Variable(out)
+        with when(self.number(frame, ADDS).compared("!=", 0)):
+            total.value = out + ffi.argument(frame, RESIDUAL).at(place * 4).load(out.type, count)
+        ffi.result(frame, 0).at(place * 4).store(total.value, count)
 
     def parts(self, frame: Value, threads: Value) -> Value:
         """A few parts per thread, so that a late thread does fewer; one part for a small product."""
-        n, m, k = ffi.size(frame, self.weights, 1), ffi.size(frame, 0, 0), ffi.size(frame, 0, 1)
+        n, m, k = ffi.size(frame, WEIGHTS, 1), ffi.size(frame, X, 0), ffi.size(frame, X, 1)
         few = (n * k * m * self.kernel.matrices).compared("<", SMALL)
         return few.select(constant(frame.b, I64, 1), threads * PARTS)
 

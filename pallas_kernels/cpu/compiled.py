@@ -78,12 +78,17 @@ def has(feature: str) -> bool:
 
 
 def _code(text: str) -> bytes:
+    """Machine code of a module. LLVM only simplifies each function: kernels are written as vectors and loops
+    that are unrolled, so vectorizers and passes over the whole module take time and change no speed.
+    """
     module = llvm.parse_assembly(text)
     module.verify()
     machine = _machine()
-    options = llvm.create_pipeline_tuning_options(speed_level=3)
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=1))
+    simplify = builder.getFunctionPassManager()
+    for function in module.functions:
+        if not function.is_declaration:
+            simplify.run(function, builder)
     return machine.emit_object(module)
 
 

@@ -21,7 +21,7 @@ import jax
 from llvmlite import ir
 
 from pallas_kernels.cpu import compiled, ffi
-from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, when
+from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, function, when
 
 HANDLERS = 16  # compiled at a time, which takes less time than one kernel
 _error = ctypes.create_string_buffer(1000)  # the message of the last compilation that failed
@@ -106,18 +106,26 @@ def _more() -> None:
     table = (ctypes.c_int64 * HANDLERS)()
     _tables.append(table)
     module, names = ir.Module("later"), []
+    execute = function(module, "execute", I64, [ADDRESS, I64, I64], _execute)
     for i in range(len(_handlers), len(_handlers) + HANDLERS):
         names.append(f"bonsai_later_{i}")
         slot = ctypes.addressof(table) + 8 * (i % HANDLERS)
-        ffi.entry(module, names[-1], lambda frame, i=i, slot=slot: _execute(frame, slot, i))
+        ffi.entry(
+            module,
+            names[-1],
+            lambda frame, i=i, slot=slot: Value(
+                frame.b, frame.b.call(execute, [frame.ir, I64(slot), I64(i)])
+            ),
+        )
     _handlers.extend(compiled.compile(names, lambda: module))
 
 
-def _execute(frame: Value, slot: int, i: int) -> Value:
+def _execute(frame: Value, slot: Value, i: Value) -> Value:
+    """Run handler i, whose code's address is in this slot."""
     b = frame.b
-    code = Variable(Value(b, b.inttoptr(I64(slot), ADDRESS)).load(I64))
+    code = Variable(Value(b, b.inttoptr(slot.ir, ADDRESS)).load(I64))
     with when(code.value.compared("==", 0), likely=False):
-        code.value = _called(constant(b, I64, ctypes.cast(_wait, ctypes.c_void_p).value), constant(b, I64, i))
+        code.value = _called(constant(b, I64, ctypes.cast(_wait, ctypes.c_void_p).value), i)
     result = Variable(constant(b, I64, 0))
     with b.if_else(code.value.compared("!=", 0).ir, likely=True) as (yes, no):
         with yes:

@@ -23,7 +23,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, dot, scaled, share
+from pallas_kernels.cpu.activations import DWORDS, WEIGHTS, X, dot, scaled, share
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -108,7 +108,7 @@ class _Writer(activations.Writer):
 
     def round(self, frame: Value, i: Value, parts: Value) -> None:
         """Write part i of x, normed, into the workspace."""
-        rows = ffi.size(frame, 0, 0)
+        rows = ffi.size(frame, X, 0)
         first, last = share(rows, i, parts, 1)
         with loop(first, last) as m:
             self.activations(frame, m, lambda c: self._record(frame, m / TILE, c, m % TILE))
@@ -118,12 +118,12 @@ class _Writer(activations.Writer):
         return ffi.result(frame, 1).at(((tile * chunks + c) * TILE + m) * self.kernel.record["end"])
 
     def _chunks_of(self, frame: Value) -> Value:
-        return (ffi.size(frame, 0, 1) + (self.v.width - 1)) / self.v.width
+        return (ffi.size(frame, X, 1) + (self.v.width - 1)) / self.v.width
 
     # Weights
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
-        n, rows = ffi.size(frame, self.weights, 1), ffi.size(frame, 0, 0)
+        n, rows = ffi.size(frame, WEIGHTS, 1), ffi.size(frame, X, 0)
         height = DWORDS * VECTORS // self.kernel.matrices
         first, last = share(n, i, parts, height)
         with when(first.compared("<", last)):
@@ -151,7 +151,7 @@ class _Writer(activations.Writer):
                     gate = beside.compared("==", 0)
                     places = {name: gate.select(place, other[name]) for name, place in places.items()}
                 self.chunks(
-                    ffi.size(frame, 0, 1),
+                    ffi.size(frame, X, 1),
                     lambda c, left: self._unpack(
                         self.loads(places, c, left), rows.at((c * DWORDS + r) * (kernel.unpacked * PIECE))
                     ),
@@ -205,7 +205,7 @@ class _Writer(activations.Writer):
                 )
             for i, at in enumerate(each):
                 partial.at((number * len(each) + i) * PIECE).store(sums[at].value)
-        first, rows = tile * TILE, ffi.size(frame, 0, 0)
+        first, rows = tile * TILE, ffi.size(frame, X, 0)
         for m in range(TILE):
             with when((first + m).compared("<", rows)):
                 y = []

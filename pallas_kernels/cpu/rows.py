@@ -8,7 +8,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, dot, share
+from pallas_kernels.cpu.activations import DWORDS, WEIGHTS, X, dot, share
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -80,7 +80,7 @@ class _Writer(activations.Writer):
             self.activations(frame, m, lambda c: ffi.result(frame, 1).at((c * rows + m) * end))
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
-        n = ffi.size(frame, self.weights, 1)
+        n = ffi.size(frame, WEIGHTS, 1)
         first, last = share(n, i, parts, DWORDS)
         with loop(first, last, DWORDS) as row:
             self._outputs(frame, row, n)
@@ -125,14 +125,14 @@ class _Writer(activations.Writer):
             else:
                 self._add_floats(loads[0], [record for (record,) in records], sums)
 
-        whole = ffi.size(frame, 0, 1) / self.v.width
+        whole = ffi.size(frame, X, 1) / self.v.width
         together = whole / kernel.turns * kernel.turns
         with loop(constant(b, I64, 0), together, kernel.turns) as c:
             add(c, kernel.turns, None)
         if kernel.turns > 1:
             with loop(together, whole) as c:
                 add(c, 1, None)
-        left = ffi.size(frame, 0, 1) - whole * self.v.width
+        left = ffi.size(frame, X, 1) - whole * self.v.width
         with when(left.compared(">", 0)):
             add(whole, 1, left.narrow(I32))
         zeros, lanes = constant(b, vector(F32, kernel.sums), 0.0), np.arange(DWORDS)

@@ -94,13 +94,14 @@ def values(name: str, raw: np.ndarray) -> np.ndarray:
         return np.asarray(module.dequantize({field: blocks[field] for field in _layout(module.BLOCK)}))
 
 
-def copied(name: str, lead: tuple[int, ...], matrices: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+def copied(name: str, shape: tuple[int, ...], matrices: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
     """`unpack` by numpy for matrices that lie below each other, each uint8 [rows, bytes of a row]: copied
     once, into memory that XLA can use without another copy.
 
-    lead   axes that all rows together have: (rows,), or (matrices, rows of each)
-    Returns {field: [*lead, K / WEIGHTS, *field shape]}.
+    shape   of all weights together: (rows, K), or (matrices, rows of each, K)
+    Returns {field: [*shape[:-1], K / WEIGHTS, *field shape]}, uninitialized beyond the rows of matrices.
     """
+    *lead, k = shape
     layout = _layout(get(name).BLOCK)
     # One item per field of a block: numpy would copy byte by byte otherwise.
     items = np.dtype(
@@ -111,13 +112,12 @@ def copied(name: str, lead: tuple[int, ...], matrices: Iterable[np.ndarray]) -> 
             "itemsize": get(name).BLOCK.itemsize,
         }
     )
-    room: dict[str, np.ndarray] = {}
+    rows = math.prod(lead), k // get(name).WEIGHTS
+    room = {field: _aligned(rows, items[field]) for field in layout}
     first = 0
     for raw in matrices:
         blocks = raw.view(items)
         for field in layout:
-            if field not in room:
-                room[field] = _aligned((math.prod(lead), blocks.shape[1]), items[field])
             room[field][first : first + len(blocks)] = blocks[field]
         first += len(blocks)
     return {

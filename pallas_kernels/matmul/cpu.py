@@ -19,6 +19,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
@@ -40,16 +41,15 @@ def run(
         weights[0].format,
         activation=activation if len(weights) == 2 else None,
         bits=weights[0].products.activation_bits,
-        eps=eps if gamma is not None else None,
-        residual=residual is not None,
     )
-    index = jnp.stack([index, gamma_index])
-    operands = [x, index]
-    if gamma is not None:
-        operands.append(gamma.astype(jnp.float32))
-    if residual is not None:
-        operands.append(residual.reshape(-1, n).astype(jnp.float32))
-    operands += [field[name] for field in fields for name in kernel.fields]
+    switches = np.array([gamma is not None, residual is not None, np.float32(eps).view(np.int32)], np.int32)
+    operands = [
+        x,
+        jnp.stack([index, gamma_index, *switches]),
+        x if gamma is None else gamma.astype(jnp.float32),
+        x if residual is None else residual.reshape(-1, n).astype(jnp.float32),
+        *(field[name] for field in fields for name in kernel.fields),
+    ]
     y, _ = jax.ffi.ffi_call(
         kernel.target(),
         (

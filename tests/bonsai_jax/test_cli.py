@@ -372,8 +372,8 @@ jax.jit(lambda x: x * 2)(1.0)
         [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=env
     )
     assert second.stdout == first.stdout and len(complaints(second.stderr)) == 1, second.stderr
-    (new,) = compiled() - programs
-    assert "_lambda" in new
+    # Beside it what draws random weights, which the first compiled while it compiled the prefill (stored.py).
+    assert any("_lambda" in name for name in compiled() - programs)
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -19,6 +19,7 @@ from bonsai_jax.network import architectures
 from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import drawing
 from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights import read as weights_read
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, device, formats, from_blocks
@@ -50,9 +51,18 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     compiled = []
     listener = lambda event, seconds, **_: compiled.append(event)  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
-    read = bj.load(str(path))
+    shapes = []
+
+    def on_shapes(model):
+        assert not released.called  # nothing of the file's matrices is read for shapes
+        shapes.append(model.params)
+
+    with mock.patch.object(weights_read, "_released", wraps=weights_read._released) as released:
+        read = bj.load(str(path), on_shapes=on_shapes)
+    assert released.called
     jax.monitoring.unregister_event_duration_listener(listener)
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
+    assert shapes == [jax.eval_shape(lambda: read.params)]
     assert jax.tree.structure(read.params) == jax.tree.structure(made.params)
     for ours, theirs in zip(jax.tree.leaves(read.params), jax.tree.leaves(made.params), strict=True):
         assert ours.dtype == theirs.dtype and np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

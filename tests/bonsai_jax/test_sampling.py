@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bonsai_jax.config import RunConfig
-from bonsai_jax.decoding.sampling import read_prompt, sample, sampler
+from bonsai_jax.decoding.sampling import keys, read_prompt, sample, sampler
 from bonsai_jax.sampling_params import SamplingParams
 from pallas_kernels.sampling import reference
 
@@ -343,3 +343,10 @@ def test_a_bias_beyond_the_vocabulary_and_a_wrong_number_of_rows_are_refused():
         sampler(SamplingParams(logit_bias={50: 1.0}), 1, V)
     with pytest.raises(ValueError, match="2 SamplingParams for 3 prompts"):
         sampler([PLAIN, PLAIN], 3, V)
+
+
+def test_keys_are_those_of_jax_random_on_the_host_and_traced():
+    seeds = np.array([0, 7, 2**32 - 1], np.uint32)
+    want = jax.random.key_data(jax.vmap(lambda seed: jax.random.key(seed, impl="threefry2x32"))(seeds))
+    for made in (keys(seeds), jax.jit(keys)(jnp.asarray(seeds))):
+        np.testing.assert_array_equal(jax.random.key_data(made), want)

@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 import types
 
 import jax
@@ -234,6 +235,21 @@ def test_compile_ahead_makes_the_programs_of_an_engine_once(compiled):
         bj.Engine.compile_ahead(model, max_batch_size=0)
     with pytest.raises(TypeError, match="max_rows"):
         bj.Engine.compile_ahead(model, max_rows=1)
+
+
+def test_programs_are_traced_in_the_order_in_which_they_are_begun(monkeypatch):
+    """Though the first one's thread is late."""
+    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=96, page_size=16))
+    key, delays, traced = stored.key, iter([0.3]), []
+    monkeypatch.setattr(stored, "key", lambda *parts: time.sleep(next(delays, 0)) or key(*parts))
+    listen = lambda event, s, fun_name="", **_: traced.append(fun_name * ("jaxpr_trace" in event))  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        bj.compile_ahead(model, [[5, 7, 9, 11]], max_new_tokens=6)
+        bj.generate(model, [[5, 7, 9, 11]], max_new_tokens=6)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [name for name in traced if name in ("prefill", "decode")] == ["prefill", "decode"]
 
 
 def test_compile_ahead_refuses_what_generate_refuses():

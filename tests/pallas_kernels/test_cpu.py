@@ -296,8 +296,9 @@ def test_what_is_chosen_for_this_device_leaves_the_blocks_as_they_lie():
     assert chosen.fields.keys() == w.fields.keys()
 
 
-def later(monkeypatch, made, eps):
-    """What runs a product by a kernel that `made` compiles, and what it is."""
+def later(monkeypatch, made, bits):
+    """What runs a product by a kernel that `made` compiles, and what it is. bits: of activations, which each
+    caller has alone, so that this process does not have the kernel; above 8 they stay float32."""
     from pallas_kernels.cpu import compiled
 
     compile = compiled.compile
@@ -308,15 +309,15 @@ def later(monkeypatch, made, eps):
         "compile",
         lambda names, *rest: compile(names, *rest) if own(names) else made(compile, names, *rest),
     )
-    w, dense = weights("q8_0", 1, 8, 64)
+    w, dense = weights("q8_0", 1, 8, 64, bits=bits)
     x = jnp.ones((1, 64))
-    program = jax.jit(lambda x, w: matmul(x, w, gamma=jnp.ones(64), eps=eps)).lower(x, w).compile()
+    program = jax.jit(lambda x, w: matmul(x, w)).lower(x, w).compile()
     return (lambda: program(x, w)), np.ones((1, 64)) @ dense.T
 
 
 def test_a_program_is_compiled_before_its_kernels_are_and_waits_for_them(monkeypatch):
     done = threading.Event()
-    run, want = later(monkeypatch, lambda compile, *rest: done.wait(60) and compile(*rest), 1.5e-6)
+    run, want = later(monkeypatch, lambda compile, *rest: done.wait(60) and compile(*rest), 17)
     assert not done.is_set()
     threading.Timer(0.2, done.set).start()
     assert error(run(), want) < 1e-5
@@ -326,7 +327,7 @@ def test_a_program_is_compiled_before_its_kernels_are_and_waits_for_them(monkeyp
 def test_a_fork_waits_for_kernels_that_are_being_compiled(monkeypatch):
     """A child has no thread that would end them."""
     done = threading.Event()
-    later(monkeypatch, lambda compile, *rest: done.wait(60) and compile(*rest), 2.5e-6)
+    later(monkeypatch, lambda compile, *rest: done.wait(60) and compile(*rest), 18)
     threading.Timer(0.2, done.set).start()
     with warnings.catch_warnings(action="ignore"):  # of jax's, that it has threads
         child = os.fork()
@@ -339,7 +340,7 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch)
     def made(*_):
         raise MemoryError("no room")
 
-    run, _ = later(monkeypatch, made, 3.5e-6)
+    run, _ = later(monkeypatch, made, 19)
     for _ in range(2):
         with pytest.raises(jax.errors.JaxRuntimeError, match="could not be compiled: MemoryError"):
             jax.block_until_ready(run())

@@ -224,6 +224,7 @@ class Models:
     def open(self, name: str | None) -> Local:
         """The model of this name, which may be open already. Raises what loading it raises."""
         from bonsai_jax import Engine
+        from pallas_kernels import device
 
         if self._open is not None and self._open.name == name:
             return self._open
@@ -238,7 +239,9 @@ class Models:
                 context=self._context, all_reduce=devices.all_reduce, speculate=self._speculate
             )
             config = whole_context(checkpoint, config, devices.tensor_parallel)
-        loaded = named.load(config, mesh, checkpoint, on_shapes=compile_ahead)
+        # Two cores of a CPU make a first answer sooner if they compile nothing else until then.
+        first = compile_ahead if self._typed or device.platform() != "cpu" else None
+        loaded = named.load(config, mesh, checkpoint, on_shapes=first)
         if loaded.tokenizer.chat_template is None:
             raise ValueError(
                 f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text"
