@@ -47,6 +47,14 @@ def command(
             help="Importance matrices, as llama.cpp writes them: errors in columns that matter weigh more.",
         ),
     ] = None,
+    fold: Annotated[
+        int | None,
+        typer.Option(
+            metavar="BLOCK",
+            help="Store matrices rotated (Hadamard), in blocks of so many inputs, as Bonsai 2 does. Not for "
+            "llama.cpp.",
+        ),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it is there.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print each tensor's format and size, and write nothing.")
@@ -63,6 +71,7 @@ def command(
         "tensor_formats": [_rule(rule) for rule in tensor_type or ()],
         "requantize": requantize,
         "importance": None if imatrix is None else read_importance(imatrix),
+        "fold": fold,
     }
     checkpoint = open_checkpoint(source)
     if dry_run:
@@ -107,9 +116,10 @@ def _summary(changes: "list[Change]") -> str:
     counts = Counter(change.after for change in changes)
     formats = ", ".join(f"{count} {format}" for format, count in counts.most_common())
     before, after = (sum(getattr(c, f"nbytes_{when}") for c in changes) for when in ("before", "after"))
-    weights = sum(c.weights for c in changes)
+    weights, count = sum(c.weights for c in changes), sum(c.rotated for c in changes)
+    rotated = f"; {count} rotated" if count else ""
     return (
-        f"{len(changes)} tensors ({formats}), {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB, "
+        f"{len(changes)} tensors ({formats}{rotated}), {before / 1e6:,.1f} MB -> {after / 1e6:,.1f} MB, "
         f"{8 * after / weights:.2f} bits a weight"
     )
 
@@ -132,6 +142,7 @@ def _figures(changes: "list[Change]", *, each: bool = False) -> dict[str, Any]:
         "bytes_after": sum(c.nbytes_after for c in changes),
         "tensors_by_format": dict(Counter(c.after for c in changes)),
         "tensors_weighted": sum(c.weighted for c in changes),
+        "tensors_rotated": sum(c.rotated for c in changes),
     }
     if each:
         figures["tensors"] = [

@@ -1,5 +1,5 @@
-"""Model files made of model files: other formats (quantizing), by llama.cpp's mixes (recipes)
-and importance matrices (importance); folders as GGUF files and back (converting)."""
+"""Model files made of model files: other formats (quantizing), by llama.cpp's mixes (recipes),
+importance matrices (importance) and rotations (rotating); folders as GGUF files and back (converting)."""
 
 from bonsai_jax.making.converting import Converted, convert
 from bonsai_jax.making.importance import Importance, read_importance

@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bonsai_jax import arguments
 from bonsai_jax.making import recipes
 from bonsai_jax.making.importance import Importance, read_importance
+from bonsai_jax.making.rotating import Fold
+from bonsai_jax.making.rotating import fold as fold_of
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
 from checkpoints.geometry import GEOMETRY, tensor_nbytes
-from pallas_kernels import formats, quantize
+from pallas_kernels import Rotation, formats, quantize
 
 PIECES = 1 << 17, 1 << 21  # weights that a program encodes
 VERSION = 2  # general.quantization_version of ggml's blocks
@@ -31,13 +34,20 @@ Progress = Callable[[int, int], None]  # weights so far, and in all
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """What becomes of a tensor. before, after: formats; weighted: whether by an importance matrix."""
+    """What becomes of a tensor. before, after: formats; weighted: whether by an importance matrix; rotated:
+    whether its rows are (rotating.py)."""
 
     name: str
     shape: tuple[int, ...]
     before: str
     after: str
     weighted: bool = False
+    rotated: bool = False
+
+    @property
+    def stays(self) -> bool:
+        """Whether its bytes are those of the file."""
+        return self.before == self.after and not self.rotated
 
     @property
     def searched(self) -> bool:
@@ -72,6 +82,7 @@ def planned(
     tensor_formats: Iterable[tuple[str, str]] = (),
     requantize: bool = False,
     importance: str | os.PathLike[str] | Importance | None = None,
+    fold: int | None = None,
 ) -> list[Change]:
     """What `quantize_file` would do with each tensor, in the order of the file. Raises as it does."""
     checkpoint = _opened(source)
@@ -81,14 +92,15 @@ def planned(
     after = recipes.formats_of(
         tensors, checkpoint.metadata, recipe, pure=pure, chosen=tensor_formats, weighted=known is not None
     )
-    changes = [Change(t.name, t.shape, t.format, after[t.name]) for t in tensors]
+    rotated = () if (folded := _folded(checkpoint, fold, known)) is None else folded.names
+    changes = [Change(t.name, t.shape, t.format, after[t.name], rotated=t.name in rotated) for t in tensors]
     if known is not None:
         changes = [
             dataclasses.replace(c, weighted=c.searched and known.matrix(c.name, c.shape) is not None)
             for c in changes
         ]
     for change in changes:
-        if change.before == change.after:
+        if change.stays:
             continue
         where = f"{checkpoint.source}: {change.name}"
         if not change.weighted and change.needs_importance:
@@ -117,6 +129,7 @@ def quantize_file(
     tensor_formats: Iterable[tuple[str, str]] = (),
     requantize: bool = False,
     importance: str | os.PathLike[str] | Importance | None = None,
+    fold: int | None = None,
     overwrite: bool = False,
     progress: Progress = lambda done, total: None,
 ) -> list[Change]:
@@ -131,11 +144,14 @@ def quantize_file(
     requantize      take weights that are quantized already
     importance      a file of importance matrices (`bj.importance`, llama.cpp's llama-imatrix), or what
                     `making.read_importance` returns: errors of the matrices that it names are weighted by it
+    fold            store matrices rotated, in blocks of so many inputs, a power of two (rotating.py): smaller
+                    errors in formats of few bits. llama.cpp does not know such files
     overwrite       replace a file that is there
     Blocks are those of llama.cpp's own quantizer, with the same importance matrix: equal to the bit in
     formats with one rule, nearly so in those with a search (pallas_kernels/encoding.py, codebooks.py).
-    Raises ValueError for a format that is not known, for one that needs an importance matrix without one, and
-    for weights that are no finite numbers, NotImplementedError for a Hugging Face folder, CheckpointError for
+    Raises ValueError for a format that is not known, for one that needs an importance matrix without one, for
+    a fold that does not fit the model, and for weights that are no finite numbers, NotImplementedError for a
+    Hugging Face folder and a fold of an architecture that has none, CheckpointError for
     a file that cannot be read and for an importance matrix of another model, FileExistsError and other
     OSErrors for one that cannot be written.
     """
@@ -147,10 +163,13 @@ def quantize_file(
         tensor_formats=tensor_formats,
         requantize=requantize,
         importance=known,
+        fold=fold,
     )
     check_new(path, overwrite)
+    folded = _folded(checkpoint, fold, known)
     metadata = quantized_metadata(checkpoint, format) | ({} if known is None else known.metadata)
-    write_gguf(path, metadata, _changed(checkpoint, changes, known, progress))
+    metadata |= {} if folded is None else folded.metadata
+    write_gguf(path, metadata, _changed(checkpoint, changes, known, folded, progress))
     return changes
 
 
@@ -173,6 +192,17 @@ def check_new(path: Path, overwrite: bool) -> None:
         raise FileExistsError(
             f"{path} is there already; name another, or replace it: --overwrite, overwrite=True"
         )
+
+
+def _folded(checkpoint: Checkpoint, block: int | None, known: Importance | None) -> Fold | None:
+    if block is None:
+        return None
+    if known is not None:
+        raise ValueError(
+            f"{known.source}: an importance matrix is of inputs as they are, and fold mixes them; leave one "
+            "of the two out"
+        )
+    return fold_of(checkpoint, arguments.whole("fold", block, 2))
 
 
 def _read(importance: str | os.PathLike[str] | Importance | None) -> Importance | None:
@@ -202,29 +232,41 @@ def _stored(checkpoint: Checkpoint) -> list[Tensor]:
 
 
 def _changed(
-    checkpoint: Checkpoint, changes: list[Change], known: Importance | None, progress: Progress
+    checkpoint: Checkpoint,
+    changes: list[Change],
+    known: Importance | None,
+    folded: Fold | None,
+    progress: Progress,
 ) -> Iterator[Tensor]:
     """The tensors of the new file."""
     total, done = sum(change.weights for change in changes), 0
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for tensor, change in zip(_stored(checkpoint), changes, strict=True):
-            if change.before == change.after:
+            if change.stays:
                 yield tensor
             else:
                 columns = known.matrix(change.name, change.shape) if known and change.weighted else None
-                yield _encoded(checkpoint.source, tensor, change.after, columns, pool)
+                rotation = folded.rotation(change.shape[-1]) if folded and change.rotated else None
+                yield _encoded(checkpoint.source, tensor, change.after, columns, rotation, pool)
             tensor.forget()
             done += change.weights
             progress(done, total)
 
 
 def _encoded(
-    source: str, tensor: Tensor, format: str, columns: np.ndarray | None, pool: concurrent.futures.Executor
+    source: str,
+    tensor: Tensor,
+    format: str,
+    columns: np.ndarray | None,
+    rotation: Rotation | None,
+    pool: concurrent.futures.Executor,
 ) -> Tensor:
-    """A tensor in another format. columns: its importance, float32 [matrices, K]; None: all are equal."""
+    """A tensor in another format. columns: its importance, float32 [matrices, K]; None: all are equal.
+    rotation: of its rows; None: they stay."""
     before, after = GEOMETRY[tensor.format], GEOMETRY[format]
     # Pieces of a row whose blocks begin and end together in both formats; whole rows, where columns differ.
-    weights = math.lcm(before.weights, after.weights) if columns is None else tensor.shape[-1]
+    alike = columns is None and rotation is None
+    weights = math.lcm(before.weights, after.weights) if alike else tensor.shape[-1]
     size_in, size_out = (weights // g.weights * g.bytes for g in (before, after))
     blocks = np.asarray(tensor.data).reshape(-1, size_in)
     out = np.empty((*tensor.shape[:-1], tensor.shape[-1] // after.weights * after.bytes), np.uint8)
@@ -238,7 +280,7 @@ def _encoded(
         own = None if columns is None else columns[first // rows]
         # ggml's rules hold to the bit on a CPU: compilers for GPUs fuse products and sums.
         with jax.default_device(jax.devices("cpu")[0]):
-            made, finite = encode_blocks(padded, own, tensor.format, format)
+            made, finite = encode_blocks(padded, own, rotation, tensor.format, format)
         written[first : first + len(piece)] = np.asarray(made)[: len(piece)]
         return bool(finite)
 
@@ -249,11 +291,11 @@ def _encoded(
     return Tensor(tensor.name, format, tensor.shape, out)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(3, 4))
 def encode_blocks(
-    raw: jax.Array, columns: jax.Array | None, before: str, after: str
+    raw: jax.Array, columns: jax.Array | None, rotation: Rotation | None, before: str, after: str
 ) -> tuple[jax.Array, jax.Array]:
     """Blocks, uint8 [n, bytes], of one format as blocks of another, and whether all weights are finite."""
-    x = formats.get(before).dequantize(formats.unpack(before, raw))
-    packed = quantize(x.reshape(len(raw), -1), after, columns)
+    x = formats.get(before).dequantize(formats.unpack(before, raw)).reshape(len(raw), -1)
+    packed = quantize(x if rotation is None else rotation(x), after, columns)
     return formats.pack(after, packed.fields), jnp.isfinite(x).all()

@@ -186,7 +186,7 @@ def converted(rows: np.ndarray, before: str, after: str, name: str) -> np.ndarra
         piece = blocks[first : first + each]
         padded = piece if len(piece) == each else np.pad(piece, [(0, each - len(piece)), (0, 0)])
         with jax.default_device(jax.devices("cpu")[0]):
-            made, finite = encode_blocks(padded, None, before, after)
+            made, finite = encode_blocks(padded, None, None, before, after)
         made = np.asarray(made)[: len(piece)]
         if not finite or (after == "f16" and not np.isfinite(made.view(np.float16)).all()):
             beyond = "larger than F16 holds: take bf16 or f32" if finite else "NaN or infinite"

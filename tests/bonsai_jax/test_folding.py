@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.making import Importance
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, folding, open_checkpoint
 from pallas_kernels import Rotation
@@ -80,6 +81,42 @@ def test_a_folded_model_is_the_model(model):
     run = bj.RunConfig(impl="reference")
     want, got = (bj.logits(bj.from_checkpoint(c, run), prompt) for c in (plain(model), folded(model)))
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-qwen35", "tiny-qwen3moe"])
+def test_a_file_that_quantize_folds_is_the_model(model, tmp_path):
+    """In F32: the rotated rows in numpy, and the same logits. Embeddings and routers stay."""
+    source, path = plain(model), tmp_path / "folded.gguf"
+    changes = {change.name: change for change in bj.quantize_file(source, path, "f32", fold=BLOCK)}
+    new = open_checkpoint(path)
+    how = folding(new)
+    assert how.block == BLOCK and how.weights == {name for name, change in changes.items() if change.rotated}
+    assert not how.tables and not any("embd" in name or "gate_inp" in name for name in how.weights)
+    for name, tensor in source.tensors.items():
+        w = array(tensor)
+        if name in how.weights:
+            w = ((w * how.signs[w.shape[-1]]).reshape(-1, BLOCK) @ transform(BLOCK)).reshape(w.shape)
+        np.testing.assert_allclose(array(new.tensors[name]), w, atol=1e-6)
+    prompt, run = [5, 7, 11, 13, 17], bj.RunConfig(impl="reference")
+    want, got = (bj.logits(bj.from_checkpoint(c, run), prompt) for c in (source, new))
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+    with pytest.raises(ValueError, match="its weights are rotated already"):
+        bj.quantize_file(new, tmp_path / "twice.gguf", "f32", fold=BLOCK)
+
+
+@pytest.mark.parametrize("block", [0, 1, 96, 1 << 20, 128.0, True])
+def test_a_fold_that_does_not_fit_is_refused(block, tmp_path):
+    with pytest.raises(ValueError, match="fold is "):
+        bj.quantize_file(plain("tiny-llama"), tmp_path / "x.gguf", "q8_0", fold=block)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_cannot_be_folded(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"rotated weights are for llama, .*; this is gemma3"):
+        bj.quantize_file(plain("tiny-gemma3"), tmp_path / "x.gguf", "q8_0", fold=64)
+    importance = Importance("matrix.gguf", {})
+    with pytest.raises(ValueError, match=r"matrix\.gguf: an importance matrix .* leave one of the two out"):
+        bj.quantize_file(plain("tiny-llama"), tmp_path / "x.gguf", "q8_0", fold=64, importance=importance)
 
 
 def test_the_same_codes_in_both_ternary_formats_are_the_same_model():
