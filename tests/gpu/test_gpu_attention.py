@@ -38,6 +38,8 @@ AS_THEY_LIE = [n for n in cache_layouts.names() if n == cache_layouts.get(n).PRE
         (14, 2, 64, 3, 9, False, False),
         (32, 8, 128, 33, 5, False, True),  # more rows than blocks at once: teams of four warps
         (16, 8, 128, 131, 3, False, True),  # and of one
+        (9, 3, 64, 240, 2, False, True),  # with an odd number of heads to a warp
+        (32, 32, 64, 24, 3, True, False),
         (24, 4, 256, 1, 40, False, True),  # the widest heads have gates, and only a part of them is turned
         (6, 1, 256, 3, 5, False, True),
     ],
