@@ -4,6 +4,7 @@ uv run --with cyllama==0.7.0 pytest -m slow tests/bonsai_jax/test_llama_quantize
 """
 
 import ctypes
+import importlib.util
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +18,10 @@ from pallas_kernels import formats
 from tests.bonsai_jax.test_oracle import as_file
 from tests.pallas_kernels.test_encoders import ONE_RULE
 
-llama_cpp = pytest.importorskip("cyllama.llama.llama_cpp", reason="needs cyllama")
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("cyllama") is None, reason="needs cyllama"),
+]
 
 EQUAL = (
     "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q1_0", "q2_0", "tq1_0", "tq2_0", "mxfp4",
@@ -48,6 +51,8 @@ def llama_quantize(
 ) -> Checkpoint:
     """columns: an importance matrix, which cyllama cannot be given. Its address goes into the struct
     (llama_model_quantize_params) in the Python object, after its header and a pointer of Cython's."""
+    from cyllama.llama import llama_cpp
+
     settings = llama_cpp.LlamaModelQuantizeParams()
     settings.ftype, settings.nthread = recipes.recipe(format).file_type, 1
     entries = (Entry * (len(columns or {}) + 1))()

@@ -6,6 +6,7 @@ XLA_FLAGS=--xla_force_host_platform_device_count=2 before it: the trainer has tw
 """
 
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from flax import nnx
 import bonsai_jax as bj
 from bonsai_jax import training
 
-pytest.importorskip("tunix", reason="needs google-tunix")
-pytest.importorskip("llvmlite")  # the kernels whose bits do not depend on rows
+NEEDED = ("tunix", "llvmlite")  # the latter for kernels whose bits do not depend on rows
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.skipif(not all(map(importlib.util.find_spec, NEEDED)), reason="needs google-tunix"),
     pytest.mark.filterwarnings("default"),  # of Tunix and what it imports
 ]
 
