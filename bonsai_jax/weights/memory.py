@@ -231,10 +231,10 @@ def pool_bytes(
 def check_room(nbytes: int, asked: str) -> None:
     """Raise MemoryError when so many bytes exceed a device's memory, before they are allocated. asked: what
     the user gave, for the message."""
-    limit = room()
+    limit, left = room(), "" if device.platform() == "cpu" else " left"
     if nbytes > limit:
         raise MemoryError(
-            f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"
+            f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB{left}"
         )
 
 
