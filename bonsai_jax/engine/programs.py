@@ -32,6 +32,7 @@ _TRACING = threading.Lock()
 _last_turn = threading.Event()  # of the program that was begun last: set once it is lowered, or need not be
 _last_turn.set()
 _NO_TURN = contextlib.nullcontext()
+TURN_S = 1.0  # longest wait for a turn: the order only saves time, and whoever is before may wait for us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +205,8 @@ class Programs:
 
 @contextlib.contextmanager
 def _turn(before: threading.Event, own: threading.Event) -> Iterator[None]:
-    """Begin after the turn before has ended."""
-    before.wait()
+    """Begin after the turn before has ended, but not much later."""
+    before.wait(TURN_S)
     try:
         yield
     finally:

@@ -56,9 +56,9 @@ class Fold:
 
 
 def fold(checkpoint: Checkpoint, block: int) -> Fold:
-    """How this model's matrices are rotated, in blocks of so many inputs; embeddings, routers and what is no
-    matrix stay as they are. Raises ValueError for a block that does not fit and for a file that is rotated
-    already, NotImplementedError for an architecture that has no such files."""
+    """Choose the matrices to rotate, in blocks of so many inputs, and their signs. Embeddings, routers and
+    small arrays stay as they are. Raises ValueError for a block that does not fit and for a file that is
+    rotated already, NotImplementedError for an architecture that has no such files."""
     where, tensors = checkpoint.source, checkpoint.tensors
     if folding(checkpoint) is not None:
         raise ValueError(f"{where}: its weights are rotated already")

@@ -8,7 +8,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from bonsai_jax.choices import Remat
 
-STREAM = "residual stream"  # jax's name of what goes to the host's memory
+STREAM = "residual stream"  # the name under which jax moves it to the host's memory
 OFFLOAD = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=(),
     names_which_can_be_offloaded=(STREAM,),
@@ -20,7 +20,7 @@ Turn = Callable[[jax.Array, Any], tuple[jax.Array, Any]]
 
 
 def recomputed(turn: Turn, remat: Remat) -> Turn:
-    """The same turn, of which nothing but its stream is stored for the backward pass.
+    """A turn that stores only the stream it was given for the backward pass.
 
     With "offload" the stream is copied to pinned memory of the host in the forward pass and back in the
     backward pass. Where the device is the host (on CPUs) nothing is copied.

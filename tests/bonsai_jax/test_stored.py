@@ -7,6 +7,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 import types
 
@@ -250,6 +251,17 @@ def test_programs_are_traced_in_the_order_in_which_they_are_begun(monkeypatch):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert [name for name in traced if name in ("prefill", "decode")] == ["prefill", "decode"]
+
+
+def test_a_turn_that_never_ends_holds_nobody_up(monkeypatch):
+    """As where one process makes the same programs in two loops, and each waits for the other's."""
+    model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=80, page_size=16))
+    monkeypatch.setattr(programs, "TURN_S", 0.1)
+    monkeypatch.setattr(programs, "_last_turn", threading.Event())
+    began = time.perf_counter()
+    bj.compile_ahead(model, [[5, 7, 9, 11]], max_new_tokens=6)
+    assert len(bj.generate(model, [[5, 7, 9, 11]], max_new_tokens=6, ignore_eos=True)[0].tokens) == 6
+    assert time.perf_counter() - began < 60
 
 
 def test_compile_ahead_refuses_what_generate_refuses():
