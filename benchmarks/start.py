@@ -8,7 +8,7 @@ end; the operating system's page cache is as it is. Python's bytecode is compile
 pip does, also where PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources, too. A
 row has, in seconds:
 
-    imported       since the process began, when `import bonsai_jax` and the devices are there
+    imported       since the process began, when `import bonsai_jax` is done
     loaded         the same, when the model is on the device
     first_piece    the same, at the first piece of `stream`, with one row, as `bonsai-jax generate` has
     silence        the longest time between two pieces after the first
@@ -43,13 +43,14 @@ def child(
     """One start, in the process that `began` at this time (time.time())."""
     since = lambda: time.time() - began  # noqa: E731
     gc.set_threshold(50_000)  # as the command line does
-    import jax
-
-    import bonsai_jax as bj
     from bonsai_jax import compile_cache
+    from bonsai_jax.starting import start_device
 
     compile_cache.use_programs()
-    jax.devices()
+    start_device()  # as the command line does before it imports the rest
+    import bonsai_jax as bj
+
+    _ = bj.load, bj.stream, bj.Engine
     row = {"imported": since()}
     on_shapes = functools.partial(bj.compile_ahead, prompts=PROMPT, max_new_tokens=new)  # as `generate` does
     model = bj.load(model_name, bj.RunConfig(batch_size=1, cache_dtype=cache_dtype), on_shapes=on_shapes)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from bonsai_jax import arguments, compile_cache, forks, threads
+from bonsai_jax import arguments, forks
 from bonsai_jax.adapters import targets
 from bonsai_jax.adapters.files import load_scaled
 from bonsai_jax.adapters.making import added
@@ -24,6 +24,7 @@ from bonsai_jax.network import params as network_params
 from bonsai_jax.network.adapter import Adapter, refuse_split
 from bonsai_jax.network.params import Params
 from bonsai_jax.sampling_params import SamplingParams
+from bonsai_jax.starting import start_device
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
@@ -153,13 +154,13 @@ def from_checkpoint(
     _check_load(run, mesh, progress, on_shapes)
     start_device()
     description = architectures.describe(checkpoint, draft=run.draft)
-    mesh = None if mesh is None else placement.usable(mesh)
-    where = placement.Placement(mesh, run.all_reduce)
-    load_plan = plan(description, run, where)
-    try:
+    try:  # before the plan, which needs the device
         tokenizer = Tokenizer.from_checkpoint(checkpoint)
     except ValueError as error:
         raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
+    mesh = None if mesh is None else placement.usable(mesh)
+    where = placement.Placement(mesh, run.all_reduce)
+    load_plan = plan(description, run, where)
     model = lambda params: Model(  # noqa: E731
         params.replace(adapter=adapter), load_plan.config, load_plan.run, tokenizer, checkpoint.source
     )
@@ -176,13 +177,6 @@ def from_checkpoint(
     if on_shapes is not None and mesh is None:
         on_shapes(model(jax.eval_shape(lambda: network_params.load(load_plan))))
     return model(network_params.load(load_plan, progress, STACKS_AT_ONCE if on_one_gpu else 1))
-
-
-def start_device() -> None:
-    """Do what must come before the first program, and let a GPU initialize itself in another thread."""
-    compile_cache.use()
-    threads.use()
-    device.wake()
 
 
 def _check_load(run: Any, mesh: Any, progress: Any, on_shapes: Any) -> None:

@@ -81,17 +81,17 @@ def in_use() -> jax.Device:
 
 
 def wake() -> None:
-    """Let a GPU initialize its context and its memory, which takes over a second, in another thread."""
-    used = in_use()
+    """Let the device initialize itself in another thread. A GPU's driver, context and memory take over a
+    second."""
 
     def work() -> None:
         # An error comes again in the thread that uses the device. A program without arguments, because jax
         # keeps the GIL while it copies an array to the device, even where that initializes it.
-        with jax.default_device(used), contextlib.suppress(jax.errors.JaxRuntimeError):
-            jax.block_until_ready(jax.jit(lambda: jnp.zeros(1))())
+        with contextlib.suppress(RuntimeError):
+            if in_use().platform == "gpu":
+                jax.block_until_ready(jax.jit(lambda: jnp.zeros(1))())
 
-    if used.platform == "gpu":
-        threading.Thread(target=work, name="bonsai-jax wakes the GPU", daemon=True).start()
+    threading.Thread(target=for_threads(work), name="bonsai-jax wakes the device", daemon=True).start()
 
 
 def for_threads[**P, R](function: Callable[P, R]) -> Callable[P, R]:

@@ -36,7 +36,7 @@ def imports(path: Path) -> set[str]:
 ROOMS = (
     ("arguments",),
     ("choices", "compile_cache", "forks", "machine", "progress", "threads", "tokens"),
-    ("config", "constraints", "sampling_params"),
+    ("config", "constraints", "sampling_params", "starting"),
     ("weights",),
     ("network",),
     ("decoding",),

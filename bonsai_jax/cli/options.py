@@ -81,12 +81,13 @@ class LoadOptions(ModelOptions):
         """
         if self.no_compile_cache:
             turn_off_compile_cache()
+        from bonsai_jax.starting import start_device
+
+        start_device()  # it takes half a second on a GPU, while the rest is imported
         import bonsai_jax as bj
-        from bonsai_jax.model import start_device
         from bonsai_jax.network import architectures
         from bonsai_jax.weights import memory
 
-        start_device()
         checkpoint = checkpoint or self.checkpoint()  # a download shows a bar of its own
         with bar("loading") as update:
             loaded = bj.from_checkpoint(

@@ -44,6 +44,7 @@ class Call:
     options  keyword arguments
     flags    XLA's options for the program
     parts    fields of State that its pool has and others do not: "hidden" (split_rows.py), "chain"
+    stays    its arrays are copied to where those of the program's last call were (Runner._given)
     """
 
     name: str
@@ -53,6 +54,7 @@ class Call:
     options: dict[str, Any]
     flags: dict[str, Any] = dataclasses.field(default_factory=dict)
     parts: tuple[str, ...] = ()
+    stays: bool = False
 
     @property
     def program(self) -> Hashable:

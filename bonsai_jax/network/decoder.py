@@ -28,8 +28,6 @@ from bonsai_jax.network.remat import recomputed
 from bonsai_jax.network.taps import STREAM, Taps
 from pallas_kernels import matmul
 
-UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
-
 
 @over_mesh("whole", arrays="whole")
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
@@ -191,7 +189,6 @@ def decoder(
                 each.append(read)
             return carry, each
 
-        unroll = max(1, UNROLL // run.period) if params.step.unrolled else 1
         for alike, some in itertools.groupby(range(run.turns), tapped):
             turns = list(some)
             some_body, numbers = functools.partial(body, tapped=alike), jnp.arange(turns[0], turns[-1] + 1)
@@ -200,7 +197,7 @@ def decoder(
                 x, each = jax.lax.scan(recomputed(alone, remat), carry[0], numbers)
                 carry = x, *carry[1:]
             else:
-                carry, each = jax.lax.scan(some_body, carry, numbers, unroll=min(unroll, len(turns)))
+                carry, each = jax.lax.scan(some_body, carry, numbers)
             parts.append(_of_turns(each))
         return carry, parts
 
@@ -312,8 +309,7 @@ def replay(
                 return kinds.get(kind).replay(updates, place, state), None
 
             each = jnp.arange(len(config.groups(kind)[group].layers)), own
-            unroll = UNROLL if params.step.unrolled else 1
-            cache = cache.with_state(kind, group, jax.lax.scan(layer, state, each, unroll=unroll)[0])
+            cache = cache.with_state(kind, group, jax.lax.scan(layer, state, each)[0])
     return cache
 
 

@@ -11,7 +11,7 @@ prefill of an 8B model has eleven kernels, which are three quarters of its time 
 import concurrent.futures
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -44,7 +44,7 @@ def compile(lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax.stages.Co
     each = _kernels(operations)
     if len(each) > 1:  # a single one would not be compiled any sooner
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "bonsai-jax kernel") as threads:
-            concurrent.futures.wait([_started(threads, kernel) for kernel in each])
+            concurrent.futures.wait(_started(threads, each))
     if device.platform() != "cpu":
         multiplies = any(op.operation.name in PRODUCTS for op in operations)
         flags = NOT_KEPT_LESS | ({} if multiplies else UNTUNED) | flags
@@ -73,14 +73,19 @@ def _attributes(op: Any) -> dict[str, Any]:
     return {each.name: getattr(each.attr, "value_bytes", None) or each.attr.value for each in config}
 
 
-def _started(threads: concurrent.futures.Executor, op: Any) -> concurrent.futures.Future[Any]:
-    """The compilation of a kernel in another thread, if no other program has begun it."""
-    digest = _attributes(op)["kernel_hash"]
+def _started(
+    threads: concurrent.futures.Executor, kernels: Sequence[Any]
+) -> list[concurrent.futures.Future[Any]]:
+    """The compilations of kernels, in other threads, where no other program has begun them. All are lowered
+    before the first is compiled, and the largest goes first: LLVM's options are global, so XLA compiles
+    kernels in groups, and one that comes late waits until a whole group is done."""
+    by_digest = {_attributes(op)["kernel_hash"]: op for op in kernels}
     with _LOCK:
-        if digest not in _begun:
-            program = _program(op)
-            _begun[digest] = threads.submit(device.for_threads(lambda: program().compile()))
-        return _begun[digest]
+        new = {digest: op for digest, op in by_digest.items() if digest not in _begun}
+        lowered = {digest: _program(op)() for digest, op in new.items()}
+        for digest in sorted(new, key=lambda own: len(_attributes(new[own])["module"]), reverse=True):
+            _begun[digest] = threads.submit(lowered[digest].compile)
+        return [_begun[digest] for digest in by_digest]
 
 
 def _program(op: Any, sharding: Any = None) -> Callable[[], jax.stages.Lowered]:

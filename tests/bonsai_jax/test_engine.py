@@ -543,12 +543,13 @@ def test_sizes_of_an_engine_are_counts(wrong):
 )
 def test_the_plan_of_memory_counts_the_pools_arrays(source, speculate):
     """The samplers' exactly, where an engine may have any; all within a hundredth. It also counts the states
-    that steps work on, which are not in the pool (test_aot_models)."""
+    and scores that steps work on, which are not in the pool (test_aot_models)."""
     model, how = tiny(source), SHAPE | {"speculate": speculate}
     with bj.Engine(model, **how) as engine:
         runner, plan = engine._loop.runner, running.pool_bytes(model, engine.options)
         pool, samplers = nbytes(runner._pool), 0
-        plan -= engine.options.max_batch_size * memory.copied_bytes(model.config, model.run)
+        beside = memory.copied_bytes(model.config, model.run) + memory.score_bytes(model.config)
+        plan -= engine.options.max_batch_size * beside
         if speculate is None:
             runner.need("chain")
             samplers = nbytes(runner._parts["chain"])

@@ -1,5 +1,6 @@
 """Kernels are chosen for the device that JAX would use, not for the machine's best one."""
 
+import threading
 from types import SimpleNamespace
 
 import jax
@@ -27,6 +28,25 @@ def gpu_by_default(monkeypatch):
 
 def described():
     return Device(device.platform(), device.multiprocessors(), device.shared_bytes())
+
+
+def test_nobody_waits_for_a_device_that_wakes(monkeypatch):
+    """What the thread cannot do comes again where the device is used."""
+    asked, wait = threading.Event(), threading.Event()
+
+    def slow(backend=None):
+        asked.set()
+        wait.wait(10)
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(jax, "local_devices", slow)
+    before = set(threading.enumerate())
+    device.wake()
+    assert asked.wait(10)
+    (thread,) = (one for one in set(threading.enumerate()) - before if "wakes" in one.name)
+    wait.set()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_the_default_device_is_the_one_that_jax_would_use(gpu_by_default):
