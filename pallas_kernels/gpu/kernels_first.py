@@ -1,11 +1,11 @@
 """Compile a program whose Pallas kernels take most of the time: the kernels first, side by side in threads.
 
     lowered program --its kernels, each once--> a program of one kernel each --threads--> compiled
-                    --XLA, which finds every kernel compiled--> the program
+                    --XLA, which waits for each kernel that is being compiled--> the program
 
 XLA compiles the kernels of a program one after the other, in one thread. Mosaic keeps every kernel that a
-process has compiled, by the digest of its code, so the program itself takes only what XLA's own part takes:
-prefill of an 8B model has eleven kernels, which are three quarters of its time (LOG.md).
+process has compiled or begun to, by the digest of its code, so the program itself takes only what XLA's own
+part takes: prefill of an 8B model has eleven kernels, which are three quarters of its time (LOG.md).
 """
 
 import concurrent.futures
@@ -42,13 +42,16 @@ def compile(lowered: jax.stages.Lowered, flags: dict[str, Any]) -> jax.stages.Co
     """lowered.compile with these options of XLA, for the device of the calling thread."""
     operations = list(_operations(lowered.compiler_ir("stablehlo")))
     each = _kernels(operations)
-    if len(each) > 1:  # a single one would not be compiled any sooner
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count(), "bonsai-jax kernel") as threads:
-            concurrent.futures.wait(_started(threads, each))
     if device.platform() != "cpu":
         multiplies = any(op.operation.name in PRODUCTS for op in operations)
         flags = NOT_KEPT_LESS | ({} if multiplies else UNTUNED) | flags
-    return lowered.compile(compiler_options=flags or None)  # it raises what a kernel's compilation raised
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with concurrent.futures.ThreadPoolExecutor(processors, "bonsai-jax kernel") as threads:
+        if len(each) > 1:  # a single one would not be compiled any sooner
+            begun = _started(threads, each)
+            if len(each) >= processors:  # else XLA's own passes go on beside them
+                concurrent.futures.wait(begun)
+        return lowered.compile(compiler_options=flags or None)  # raises what a kernel's compilation raised
 
 
 def _operations(module: Any) -> Iterator[Any]:
