@@ -114,8 +114,8 @@ def load(
 ) -> Model:
     """Load a model onto the default device, or over many.
 
-    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", "demo" (SmolLM2, from its package), or
-              "synth:bonsai-8b:q1_0" (random weights)
+    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", "demo" (SmolLM2, from its package),
+              "stories" (7 MB, in this package), or "synth:bonsai-8b:q1_0" (random weights)
     run       how to run it; rows are those of each device along the mesh axis "data"
     mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
     lora      files of adapters, "FILE" or "FILE:SCALE", each a folder of PEFT or llama.cpp's .gguf, whose sum

