@@ -1,10 +1,11 @@
 """The seconds that a user waits, from the start of a process on: with nothing compiled, and the second time.
 
-    python benchmarks/start.py -m MODEL [-n 256] [-b 64] [--starts 2] > rows.jsonl
+    python benchmarks/start.py -m MODEL [-n 256] [-b 64] [--starts 2] [--rounds 1] > rows.jsonl
 
 Each start is a process of its own, which stores programs and sets Python's garbage collector as the command
-line does. All share one folder of compiled programs, which is empty at the first start and removed at the
-end; the operating system's page cache is as it is. Python's bytecode is compiled before the first start, as
+line does. The starts of a round share one folder of compiled programs, which is empty at the first and
+removed at the end. A start before them all does not count: it brings the model and the packages, of which a
+GPU's have gigabytes, into the operating system's page cache. Python's bytecode is compiled before that, as
 pip does, also where PYTHONDONTWRITEBYTECODE is set; else the first start would compile jax's sources, too. A
 row has, in seconds:
 
@@ -38,9 +39,10 @@ PROMPT = "Once upon a time there was a"
 
 
 def child(
-    model_name: str, new: int, batch_size: int, cache_dtype: str | None, began: float
+    model_name: str, new: int, batch_size: int, cache_dtype: str | None, began: float, counts: bool
 ) -> dict[str, float]:
-    """One start, in the process that `began` at this time (time.time())."""
+    """One start, in the process that `began` at this time (time.time()). counts: else it ends with the text
+    of the stream."""
     since = lambda: time.time() - began  # noqa: E731
     gc.set_threshold(50_000)  # as the command line does
     from bonsai_jax import compile_cache
@@ -60,6 +62,8 @@ def child(
         times.append(since())
     row["first_piece"] = times[0]
     row["silence"] = max((b - a for a, b in itertools.pairwise(times)), default=0.0)
+    if not counts:
+        return row
 
     def seconds(call) -> float:
         begin = time.perf_counter()
@@ -83,18 +87,20 @@ def main() -> None:
     parser.add_argument("-n", "--new", type=int, default=256, help="tokens of the stream")
     parser.add_argument("-b", "--batch-size", type=int, default=64)
     parser.add_argument("--cache-dtype", help="of keys and values; default: the library's")
-    parser.add_argument("--starts", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=2, help="that share a folder of compiled programs")
+    parser.add_argument("--rounds", type=int, default=1, help="of starts, each with an empty folder")
     parser.add_argument("--commit", help="for a checkout without history")
     parser.add_argument("--child", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--uncounted", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child is not None:
-        row = child(args.model, args.new, args.batch_size, args.cache_dtype, args.child)
+        row = child(args.model, args.new, args.batch_size, args.cache_dtype, args.child, not args.uncounted)
         print(json.dumps(row), flush=True)
         # As commands end: a thread of XLA's that wants the GIL at Python's end can abort the process.
         os._exit(0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": "", "XDG_CACHE_HOME": folder}
+        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": ""}
         environment.pop("JAX_COMPILATION_CACHE_DIR")
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # as the command line does
@@ -117,11 +123,19 @@ def main() -> None:
         folders = [importlib.util.find_spec(name).submodule_search_locations[0] for name in PACKAGES]
         compile_all = [sys.executable, "-m", "compileall", "-q", "-j0", *folders]
         subprocess.run(compile_all, env=imports, stdout=subprocess.DEVNULL)  # some files are of other Pythons
-        for start in range(args.starts):
+
+        def started(programs: str, *options: str) -> dict[str, float]:
             done = subprocess.run(
-                [*command, "--child", repr(time.time())], env=environment, stdout=subprocess.PIPE, check=True
+                [*command, "--child", repr(time.time()), *options],
+                env={**environment, "XDG_CACHE_HOME": str(Path(folder) / programs)},
+                stdout=subprocess.PIPE,
+                check=True,
             )
-            rows.append({"start": start + 1, **json.loads(done.stdout)})
+            return json.loads(done.stdout)
+
+        started("uncounted", "--uncounted")
+        for number, start in itertools.product(range(args.rounds), range(args.starts)):
+            rows.append({"start": start + 1, **started(f"round {number}")})
     from bonsai_jax.measure import bench
 
     for row in rows:
