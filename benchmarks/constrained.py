@@ -24,7 +24,7 @@ import numpy as np
 import bonsai_jax as bj
 from bonsai_jax import constraints
 from bonsai_jax.engine.loop import Loop
-from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.options import Options
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 

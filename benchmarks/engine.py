@@ -41,7 +41,7 @@ from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.engine import prompts
 from bonsai_jax.engine.loop import Loop
-from bonsai_jax.engine.runner import Options
+from bonsai_jax.engine.options import Options
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 
@@ -123,7 +123,7 @@ def engine(model: bj.Model, rows: int, pages: int, context: int, **more) -> Loop
 
 def compile_for(loop: Loop, sizes: Sequence[int | tuple[int, int]]) -> None:
     """Steps of so many rows, and these shapes of prefill."""
-    loop.runner.warmup([loop.runner.padding(size, None) for size in sizes], lambda done, total: None)
+    loop.runner.warmup([loop.runner.calls.padding(size, None) for size in sizes], lambda done, total: None)
     loop.scheduler.compiled.update(sizes)
 
 

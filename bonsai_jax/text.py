@@ -16,6 +16,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.decoding.sampling import bias_width
 from bonsai_jax.engine.answers import Output, Piece, output
 from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.options import Options
 from bonsai_jax.engine.prompts import (
     Ids,
     Prompt,
@@ -30,7 +31,6 @@ from bonsai_jax.engine.prompts import (
     pad,
     step_options,
 )
-from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel

@@ -23,6 +23,7 @@ from bonsai_jax.engine.adapters import with_all as with_adapters
 from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.loop import Load, Loop
+from bonsai_jax.engine.options import Options
 from bonsai_jax.engine.prompts import (
     Prompt,
     answer_options,
@@ -31,7 +32,7 @@ from bonsai_jax.engine.prompts import (
     encode,
     step_options,
 )
-from bonsai_jax.engine.runner import Options, pool_bytes
+from bonsai_jax.engine.runner import pool_bytes
 from bonsai_jax.engine.updates import fitting
 from bonsai_jax.engine.wakes import Wakes
 from bonsai_jax.model import Model, check_chained, check_model

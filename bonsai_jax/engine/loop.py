@@ -23,14 +23,16 @@ from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.engine import prefix_store
 from bonsai_jax.engine.answers import Answer, Piece, Reader
+from bonsai_jax.engine.calls import Allowed, numbered
 from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.delivery import Delivery, Drawn, piece
+from bonsai_jax.engine.options import Options
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.prefix import PrefixCache
 from bonsai_jax.engine.prefix_store import PrefixStore, Stored
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
-from bonsai_jax.engine.runner import Allowed, Dispatch, Options, Runner, numbered
+from bonsai_jax.engine.runner import Dispatch, Runner
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
@@ -128,11 +130,11 @@ class Loop:
         owner = f"{owner}\0adapter {adapter}" if adapter else owner
         request = Request(ids, max_new_tokens, reusable, vectors, priority, owner, places=places)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
-        rules = self.runner.rules(params, eos, adapter)
+        rules = self.runner.calls.rules(params, eos, adapter)
         penalized = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
         request.chained, chained = params.chained, params if params.chained else None
         if chained is not None:
-            self.runner.chain(chained)
+            self.runner.calls.chain(chained)
         answer = Answer(request, reader, rules, chained, bool(penalized) or params.dry, logprobs, on_piece)
         if constraint is not None:
             self.constrained.begin(answer, constraint, ignore_eos)
@@ -328,7 +330,8 @@ class Loop:
     def _every_split_call(self, chained: bool) -> list[Call]:
         """Of each program of split steps."""
         self.runner.need("hidden")
-        each = (self.runner.split_padding(size, n, chained) for size in self._sizes() for n in self._variants)
+        padding = self.runner.calls.split_padding
+        each = (padding(size, n, chained) for size in self._sizes() for n in self._variants)
         return list({call.program: call for calls in each for call in calls}.values())
 
     @property
@@ -340,11 +343,12 @@ class Loop:
         """Of each program, without any request."""
         if chained:
             self.runner.need("chain")
-        calls = [self.runner.padding(size, n, chained) for size in self._sizes() for n in self._variants]
-        calls += [self.runner.padding(None, None, chained)] if self.runner.shares else []
+        padding = self.runner.calls.padding
+        calls = [padding(size, n, chained) for size in self._sizes() for n in self._variants]
+        calls += [padding(None, None, chained)] if self.runner.shares else []
         if chained:
             return calls
-        calls += [self.runner.save(None)] if self.runner.saves else []
+        calls += [self.runner.calls.save(None)] if self.runner.saves else []
         return calls + ([] if self.store is None else self.store.calls())
 
     def prepare(self, requests: int) -> None:
@@ -371,8 +375,8 @@ class Loop:
         asked = self._asked(self.answers)
         split, chained = self.scheduler.constrained > 0, self.scheduler.chained > 0
         if split:
-            return self.runner.split_padding(size, asked, chained)
-        return [self.runner.padding(size, asked, chained)]
+            return self.runner.calls.split_padding(size, asked, chained)
+        return [self.runner.calls.padding(size, asked, chained)]
 
     def _compile_beside(self, prefill: Call) -> None:
         """Begin to compile a prefill and the decode programs that wait for it. On a GPU these come first:
@@ -398,7 +402,7 @@ class Loop:
         """Dispatch the copies of states that must come before the next plan."""
         saves, self.scheduler.saves = self.scheduler.saves, []
         for one in saves:
-            self.runner.dispatch(self.runner.save(one))
+            self.runner.dispatch(self.runner.calls.save(one))
 
     def _dispatch(self, plan: Plan) -> None:
         self._save_states()
@@ -412,39 +416,39 @@ class Loop:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
-                    note = self.runner.dispatch(self.runner.note(alone, self._rules, chains))
+                    note = self.runner.dispatch(self.runner.calls.note(alone, self._rules, chains))
                     self._flying.append(Flight(plan, [], note))
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
             how = plan.shape, self._rules, asked, plan.split, chains
-            call = self.runner.prefill(plan.reads, *how)
+            call = self.runner.calls.prefill(plan.reads, *how)
             self._compile_beside(call)
             drawn = self.runner.dispatch(call)
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, [] if plan.split else draws, drawn))
         if any(plan.draws):
             asked = self._asked(request for request, _ in itertools.chain(*plan.draws))
-            call = self.runner.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
+            call = self.runner.calls.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             guesses = self.runner.limits.guess_width - 1
             # The thread that dispatches would begin later, and has the reading of these tokens to dispatch.
             drawn = self.runner.dispatch(call, at_once=True)
             self._flying.append(Flight(plan, rows, drawn, steps=1, guesses=guesses))
         if plan.split and any(plan.writes):
-            read = self.runner.dispatch(self.runner.read_newest(plan.writes, plan.rows))
+            read = self.runner.dispatch(self.runner.calls.read_newest(plan.writes, plan.rows))
             if (
                 self._flying and self._flying[-1].dispatch.drawn.done()
             ):  # so the thread that dispatches is free
                 self.runner.wait_until_started(read)
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
-            call = self.runner.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
+            call = self.runner.calls.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)
             rows = list(numbered(plan.writes, plan.rows))
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
         if any(plan.guesses):
             asked = self._asked(itertools.chain(*plan.guesses))
-            call = self.runner.decode(plan.guesses, plan.guess_rows, plan.steps, asked)
+            call = self.runner.calls.decode(plan.guesses, plan.guess_rows, plan.steps, asked)
             rows = list(numbered(plan.guesses, plan.guess_rows))
             self._flying.append(Flight(plan, rows, self.runner.dispatch(call), steps=plan.steps))
 
@@ -457,7 +461,7 @@ class Loop:
 
     def _chain(self, request: Request) -> np.ndarray | None:
         answer = self.answers[request]
-        return None if answer.chained is None else self.runner.chain(answer.chained, answer.mu)
+        return None if answer.chained is None else self.runner.calls.chain(answer.chained, answer.mu)
 
     def _allowed(self, request: Request) -> Allowed | None:
         """What a request may draw next; None: it has no constraint."""

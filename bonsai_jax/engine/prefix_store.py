@@ -73,7 +73,7 @@ class PrefixStore:
 
     def __init__(self, folder: PrefixFolder, runner: Runner, wake: Callable[[Callable[[], None]], None]):
         self.folder, self._runner, self._wake = folder, runner, wake
-        _, self._page_words, self._state_words = runner.stored_layout
+        _, self._page_words, self._state_words = runner.calls.stored_layout
         self._page_size = runner.limits.page_size
         self._saves = runner.options.checkpoints > 0
         self._jobs: deque[Job] = deque()
@@ -121,9 +121,9 @@ class PrefixStore:
                     break
                 jobs.append(self._jobs.popleft())
             pages = [job.page for job in jobs if job.page is not None]
-            calls = [self._runner.read_pages(pages)] if pages else []
+            calls = [self._runner.calls.read_pages(pages)] if pages else []
             if jobs[0].checkpoint is not None:
-                calls.append(self._runner.read_state(jobs[0].checkpoint))
+                calls.append(self._runner.calls.read_state(jobs[0].checkpoint))
             words = [self._runner.dispatch(call).drawn for call in calls]
             for job in jobs:
                 self._release(cache, job)
@@ -245,7 +245,7 @@ class PrefixStore:
             words = stored.pages[len(table) - stored.first :][: len(new)]
             for at in range(0, len(new), PAGES_AT_ONCE):
                 part = slice(at, at + PAGES_AT_ONCE)
-                self._dispatch(self._runner.write_pages(new[part], words[part]))
+                self._dispatch(self._runner.calls.write_pages(new[part], words[part]))
             table += new
             cache.insert(tokens[: len(table) * size], table, ready=True, owner=owner)
         if stored.state is not None and len(table) >= full:
@@ -259,10 +259,10 @@ class PrefixStore:
             if not cache.pages.available:
                 return
             table += cache.pages.take(1)
-            self._dispatch(self._runner.write_pages(table[-1:], [stored.tail]))
+            self._dispatch(self._runner.calls.write_pages(table[-1:], [stored.tail]))
             cache.insert(tokens, table, ready=True, owner=owner)
         if (checkpoint := cache.checkpoint()) is not None and stored.state is not None:
-            self._dispatch(self._runner.write_state(checkpoint, stored.state))
+            self._dispatch(self._runner.calls.write_state(checkpoint, stored.state))
             cache.attach(checkpoint, tokens, table, owner)
 
     def _dispatch(self, call: Call) -> None:
@@ -278,11 +278,11 @@ class PrefixStore:
     def calls(self) -> list[Call]:
         """Of each program, without any page or state but the first, as it is."""
         words = np.zeros(self._state_words, np.int32)
-        own = [self._runner.read_pages([]), self._runner.write_pages([], [])]
+        own = [self._runner.calls.read_pages([]), self._runner.calls.write_pages([], [])]
         if self._saves:
             own += [
-                self._runner.read_state(0),
-                self._runner.write_state(self._runner.options.checkpoints, words),
+                self._runner.calls.read_state(0),
+                self._runner.calls.write_state(self._runner.options.checkpoints, words),
             ]
         return own
 
@@ -309,7 +309,7 @@ class PrefixStore:
 def identity(model: Model, runner: Runner) -> str:
     """The name of all on which the words depend: the model, a sample of its weights, the layout of the cache,
     the version of this package, and the platform, whose kernels round in their own way."""
-    text, *_ = runner.stored_layout
+    text, *_ = runner.calls.stored_layout
     digest = hashlib.sha256()
     for part in (text, model.config, runner.options.context, versions(), jax.default_backend()):
         digest.update(repr(part).encode() + b"\0")

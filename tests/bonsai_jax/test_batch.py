@@ -18,7 +18,7 @@ import bonsai_jax as bj
 from bonsai_jax import batch
 from bonsai_jax.batch import lines
 from bonsai_jax.batch.results import Results
-from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.protocols.errors import FieldError
 from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY, run
 
@@ -438,7 +438,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
     def failing(self, *arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(running.Runner, "prefill", failing)
+    monkeypatch.setattr(Calls, "prefill", failing)
     with pytest.raises(RuntimeError, match="no device"):
         batch.run(model, source, output, batch.Job(batch_size=1))
     errors = read(output).values()

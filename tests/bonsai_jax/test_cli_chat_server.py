@@ -17,7 +17,7 @@ from bonsai_jax.cli.chat.commands import Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.cli.chat.local import Local
 from bonsai_jax.cli.chat.received import Received
-from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.server import running as running_server
 from bonsai_jax.server.settings import Settings
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, run, tiny
@@ -202,13 +202,13 @@ def test_what_a_terminal_would_obey_is_left_out():
 
 
 def test_a_server_that_ends_leaves_the_text_so_far(monkeypatch):
-    decode = running.Runner.decode
+    decode = Calls.decode
 
     def slowly(self, *arguments):
         time.sleep(0.1)
         return decode(self, *arguments)
 
-    monkeypatch.setattr(running.Runner, "decode", slowly)
+    monkeypatch.setattr(Calls, "decode", slowly)
     engine = bj.Engine(tiny(), max_batch_size=1, max_wait_s=0.02)
     with running_server(engine, Settings(name="tiny"), grace_s=0.1) as served:
         conversation = talking(served, max_new_tokens=200)

@@ -20,6 +20,7 @@ from bonsai_jax.decoding import chain, jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
 from bonsai_jax.engine import stored
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.engine.delivery import Delivery
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.weights import memory
@@ -183,13 +184,13 @@ def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkey
     prompts = [[*beginning, *prompt(9, 8)], [*beginning, *prompt(5, 9)]]
     want = alone(prompts, [GREEDY, GREEDY])
     read = []
-    prefill = running.Runner.prefill
+    prefill = Calls.prefill
 
     def noted(self, reads, *rest):
         read.extend((r.first, r.count, r.copy is not None) for of in reads for r in of)
         return prefill(self, reads, *rest)
 
-    monkeypatch.setattr(running.Runner, "prefill", noted)
+    monkeypatch.setattr(Calls, "prefill", noted)
     outputs = [engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60) for ids in prompts]
     assert_same([o.tokens for o in outputs], want)
     # 3 full pages shared; 2 tokens of the fourth copied with their page, which its owner had written on
@@ -480,7 +481,7 @@ def test_an_endless_wait_is_one(engine):
 def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
     ids = prompt(10, 40)
     want = alone([ids], [GREEDY])
-    decode, left = running.Runner.decode, [1]
+    decode, left = Calls.decode, [1]
 
     def failing(self, *arguments):
         if left[0]:
@@ -488,7 +489,7 @@ def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
             raise RuntimeError("the kernel says no")
         return decode(self, *arguments)
 
-    monkeypatch.setattr(running.Runner, "decode", failing)
+    monkeypatch.setattr(Calls, "decode", failing)
     options = {"max_new_tokens": MOST, "ignore_eos": True}
     failed = engine.submit(ids, GREEDY, **options)
     with pytest.raises(RuntimeError, match="while this request was running: the kernel says no"):
@@ -502,7 +503,7 @@ def test_an_engine_that_fails_twice_says_that_it_gives_up(monkeypatch):
     def failing(self, *arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(running.Runner, "prefill", failing)
+    monkeypatch.setattr(Calls, "prefill", failing)
     with bj.Engine(tiny(), **SHAPE) as engine:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no device"):

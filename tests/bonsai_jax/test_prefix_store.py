@@ -77,15 +77,15 @@ def test_copies_take_the_memory_of_a_state_and_not_of_all_rows(name):
     own = load(name)
     with bj.Engine(own, max_batch_size=32, pages=64) as engine:
         runner = engine._loop.runner
-        _, page_words, state_words = runner.stored_layout
+        _, page_words, state_words = runner.calls.stored_layout
         page, state, pool = 4 * page_words, 4 * state_words, runner._pool
         assert sum(x.nbytes for x in jax.tree.leaves(pool)) > 20 * max(state, 8 * page)
         words = np.zeros(state_words, np.int32)
         for call in (
-            runner.save(None),
-            runner.read_state(0),
-            runner.write_state(0, words),
-            runner.read_pages([]),
+            runner.calls.save(None),
+            runner.calls.read_state(0),
+            runner.calls.write_state(0, words),
+            runner.calls.read_pages([]),
         ):
             lowered = call.function.lower(own.params, pool, *call.placed(None), *call.static, **call.options)
             assert lowered.compile().memory_analysis().temp_size_in_bytes < 2 * max(state, 8 * page) + 4096

@@ -70,7 +70,7 @@ def test_a_chat_is_generates_answer_whole_and_streamed(model, client):
 def prefills(server: Served, monkeypatch) -> list[int]:
     """From now on the number of prompts in each prefill. Who waits for requests that arrive, waits long."""
     counts, runner = [], server.service.engine._loop.runner
-    prefill = runner.prefill
+    prefill = runner.calls.prefill
 
     def counting(reads, *how, **options):
         counts.append(sum(map(len, reads)))

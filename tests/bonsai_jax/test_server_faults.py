@@ -17,7 +17,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.network import parallel
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY
 from tests.bonsai_jax.serving import Served, serving
@@ -132,7 +132,7 @@ REQUESTS = {
 }
 
 
-def failing(monkeypatch, owner: object = running.Runner, name: str = "decode") -> list[int]:
+def failing(monkeypatch, owner: object = Calls, name: str = "decode") -> list[int]:
     """This function fails once, as XLA does. Returns a list that grows with each failure."""
     function, failures = getattr(owner, name), []
 
@@ -167,7 +167,7 @@ def test_a_device_error_is_a_500_in_the_apis_form(server: Served, monkeypatch, p
     server.idle()
 
 
-@pytest.mark.parametrize(("owner", "name"), [(running.Runner, "decode"), (parallel, "fetch")])
+@pytest.mark.parametrize(("owner", "name"), [(Calls, "decode"), (parallel, "fetch")])
 def test_who_waits_when_a_device_fails_is_answered(server, right, monkeypatch, owner, name):
     """When a step is dispatched, or its tokens are read. Two rows run and are lost; the others run on a new
     cache, and so does everything afterwards."""

@@ -16,7 +16,7 @@ import openai
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.protocols import openai_chat
 from bonsai_jax.protocols.answers import ServerEvent
 from bonsai_jax.server import responses
@@ -246,13 +246,13 @@ def test_an_answer_ends_at_its_deadline(model, monkeypatch):
     with serving(model, rows=1) as served:
         served.post(TEXT, **LONG)  # compiles
         served.service.settings = dataclasses.replace(served.service.settings, timeout_s=1.0)
-        decode = running.Runner.decode
+        decode = Calls.decode
 
         def slowly(self, *arguments):
             time.sleep(0.05)
             return decode(self, *arguments)
 
-        monkeypatch.setattr(running.Runner, "decode", slowly)
+        monkeypatch.setattr(Calls, "decode", slowly)
 
         async def both() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -330,13 +330,13 @@ def test_a_dispatch_that_fails_is_a_500_and_the_next_request_runs(model, monkeyp
             raise RuntimeError("no device")
 
         with monkeypatch.context() as patch:
-            patch.setattr(running.Runner, "prefill", failing)
+            patch.setattr(Calls, "prefill", failing)
             failed = served.post(TEXT, prompt="Two", max_tokens=2, stream=True)
         assert failed.status_code == 500 and "no device" in failed.json()["error"]["message"]
         assert served.post(TEXT, prompt="Two", max_tokens=2).status_code == 200
         served.idle()
         with monkeypatch.context() as patch:
-            patch.setattr(running.Runner, "prefill", failing)
+            patch.setattr(Calls, "prefill", failing)
             for _ in range(2):
                 assert served.post(TEXT, prompt="Two", max_tokens=2).status_code == 500
             assert httpx.get(f"{served.url}/health").status_code == 503
@@ -346,7 +346,7 @@ def test_a_dispatch_that_fails_is_a_500_and_the_next_request_runs(model, monkeyp
 def test_a_stream_that_fails_ends_with_an_error_event(model, monkeypatch):
     with serving(model) as served:
         served.post(TEXT, prompt="Once", max_tokens=2)
-        real, calls = running.Runner.decode, []
+        real, calls = Calls.decode, []
 
         def failing(self, *arguments):
             calls.append(1)
@@ -354,7 +354,7 @@ def test_a_stream_that_fails_ends_with_an_error_event(model, monkeypatch):
                 raise RuntimeError("no device")
             return real(self, *arguments)
 
-        monkeypatch.setattr(running.Runner, "decode", failing)
+        monkeypatch.setattr(Calls, "decode", failing)
         text = served.post(TEXT, **LONG | {"stream": True}).text
         *_, last = [line.removeprefix("data: ") for line in text.splitlines() if line]
         assert json.loads(last)["error"]["type"] == "server_error"
@@ -386,7 +386,7 @@ def test_large_bodies_that_arrive_at_once_are_limited(server):
 
 
 def slow_prefill(monkeypatch, seconds: float, error: str | None = None) -> None:
-    prefill = running.Runner.prefill
+    prefill = Calls.prefill
 
     def slowly(self, *arguments):
         time.sleep(seconds)
@@ -394,7 +394,7 @@ def slow_prefill(monkeypatch, seconds: float, error: str | None = None) -> None:
             raise RuntimeError(error)
         return prefill(self, *arguments)
 
-    monkeypatch.setattr(running.Runner, "prefill", slowly)
+    monkeypatch.setattr(Calls, "prefill", slowly)
 
 
 def test_a_stream_that_waits_is_kept_open(server, monkeypatch):
@@ -472,7 +472,7 @@ def test_a_server_is_ready_when_its_programs_are_compiled(model, monkeypatch):
 
 
 def test_what_does_not_end_in_its_time_of_grace_is_broken_off(model, monkeypatch):
-    decode = running.Runner.decode
+    decode = Calls.decode
 
     def slowly(self, *arguments):
         time.sleep(0.2)
@@ -481,7 +481,7 @@ def test_what_does_not_end_in_its_time_of_grace_is_broken_off(model, monkeypatch
     engine = bj.Engine(model, max_batch_size=2, max_wait_s=0.02)
     with contextlib.ExitStack() as client, running_server(engine, grace_s=0.5) as served:
         httpx.post(f"{served.url}{TEXT}", json=LONG | {"max_tokens": 2}, timeout=60)  # compiles
-        monkeypatch.setattr(running.Runner, "decode", slowly)
+        monkeypatch.setattr(Calls, "decode", slowly)
         stream = httpx.stream("POST", f"{served.url}{TEXT}", json=LONG | {"stream": True})
         lines = client.enter_context(stream).iter_lines()
         next(lines)

@@ -16,7 +16,7 @@ import jsonschema
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.calls import Calls
 from bonsai_jax.server import routes_page
 from bonsai_jax.server.run import bound, page_url, url
 from tests.bonsai_jax.command_line import TINY
@@ -213,13 +213,13 @@ def test_answers_keep_to_a_schema(opened):
 
 @browses
 def test_stop_frees_the_row(server, opened, monkeypatch):
-    decode = running.Runner.decode
+    decode = Calls.decode
 
     def slowly(self, *arguments):
         time.sleep(0.05)
         return decode(self, *arguments)
 
-    monkeypatch.setattr(running.Runner, "decode", slowly)
+    monkeypatch.setattr(Calls, "decode", slowly)
     page = opened()
     say(page, "A long story")
     page.wait_for_function("() => document.querySelector('#log .assistant .content').textContent.length > 0")

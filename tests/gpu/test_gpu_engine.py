@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.engine import runner
+from bonsai_jax.engine import calls
 
 pytestmark = pytest.mark.gpu
 
@@ -53,5 +53,5 @@ def test_a_loop_inside_its_graph_draws_what_a_loop_outside_does(source, speculat
         return [output.tokens for output in bj.generate(model, ids, sampling=params, **how)]
 
     inside = [drawn() for _ in range(3)]
-    monkeypatch.setattr(runner, "LOOP_IN_GRAPH", {})
+    monkeypatch.setattr(calls, "LOOP_IN_GRAPH", {})
     assert inside == [drawn()] * 3

@@ -11,8 +11,8 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import steps as core
+from bonsai_jax.engine import calls, split_rows
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine import runner, split_rows
 from bonsai_jax.network import decoder
 from bonsai_jax.research import reading, score
 from bonsai_jax.weights import memory
@@ -86,7 +86,7 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
             pool,
             columns,
             donate_argnums=1,
-            compiler_options=runner.LOOP_IN_GRAPH | {"xla_dump_to": str(tmp_path)},
+            compiler_options=calls.LOOP_IN_GRAPH | {"xla_dump_to": str(tmp_path)},
         )
     (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
     on_host = re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE)
@@ -300,7 +300,7 @@ def test_the_plan_counts_what_decode_works_on(monkeypatch):
         compiled = compile_for_gpu(
             lambda params, pool, columns: on_device.decode(params, pool, columns, config, size=8),
             params, pool, jax.ShapeDtypeStruct((rows, 2 + pool.cache.block_table.shape[1]), jnp.int32),
-            donate_argnums=1, compiler_options=runner.LOOP_IN_GRAPH,
+            donate_argnums=1, compiler_options=calls.LOOP_IN_GRAPH,
         )  # fmt: skip
     copies, took = rows * memory.copied_bytes(config, run), compiled.memory_analysis().temp_size_in_bytes
     planned = copies + rows * memory.score_bytes(config)
