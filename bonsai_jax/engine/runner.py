@@ -25,15 +25,14 @@ from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.calls import PARTS, Calls
-from bonsai_jax.engine.options import Options
+from bonsai_jax.engine.options import Options, pool_bytes
 from bonsai_jax.engine.plans import Limits
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
-from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.sampling_params import SamplingParams
-from bonsai_jax.weights import memory, placement
+from bonsai_jax.weights import placement
 from pallas_kernels.device import for_threads, in_use, platform
 
 # For Limits.for_engine on a CPU, where prefill is about as fast with few tokens as with many. SmolLM2 reads
@@ -240,15 +239,6 @@ class Runner:
 def _written(place: jax.Array, array: jax.Array) -> jax.Array:
     """The array, in the memory of another."""
     return place.at[...].set(array)
-
-
-def pool_bytes(model: Model, o: Options) -> int:
-    """Bytes of the pool on each device, also of the samplers that it has once a request uses one."""
-    page, chained = model.run.page_size, 0
-    if o.speculate is None:
-        chained = chain.row_bytes(model.config.vocab_size, kv.page_count(o.context, page) * page)
-    how = {"checkpoints": o.checkpoints, "beside": chained}
-    return memory.pool_bytes(model.config, model.run, o.max_batch_size, o.pages * page, **how)
 
 
 def limits(model: Model, o: Options, recurrent: bool) -> Limits:

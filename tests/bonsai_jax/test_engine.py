@@ -17,9 +17,8 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import chain, jitted
+from bonsai_jax.engine import options, stored
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine import runner as running
-from bonsai_jax.engine import stored
 from bonsai_jax.engine.calls import Calls
 from bonsai_jax.engine.delivery import Delivery
 from bonsai_jax.engine.scheduler import Scheduler
@@ -547,7 +546,7 @@ def test_the_plan_of_memory_counts_the_pools_arrays(source, speculate):
     and scores that steps work on, which are not in the pool (test_aot_models)."""
     model, how = tiny(source), SHAPE | {"speculate": speculate}
     with bj.Engine(model, **how) as engine:
-        runner, plan = engine._loop.runner, running.pool_bytes(model, engine.options)
+        runner, plan = engine._loop.runner, options.pool_bytes(model, engine.options)
         pool, samplers = nbytes(runner._pool), 0
         beside = memory.copied_bytes(model.config, model.run) + memory.score_bytes(model.config)
         plan -= engine.options.max_batch_size * beside
@@ -565,7 +564,7 @@ def test_an_engine_has_as_many_checkpoints_as_fit(share, checkpoints, monkeypatc
     model = tiny(HYBRID)
     how = {"max_batch_size": 8, "pages": 16}
     with bj.Engine(model, **how, checkpoints=8) as engine:
-        whole = running.pool_bytes(model, engine.options)
+        whole = options.pool_bytes(model, engine.options)
     monkeypatch.setattr(memory.machine, "device_memory", lambda: share * whole)
     if checkpoints is None:
         with pytest.raises(MemoryError, match="max_batch_size=8 and pages=16 take"):
