@@ -69,14 +69,14 @@ def test_a_chat_is_generates_answer_whole_and_streamed(model, client):
 
 def prefills(server: Served, monkeypatch) -> list[int]:
     """From now on the number of prompts in each prefill. Who waits for requests that arrive, waits long."""
-    counts, runner = [], server.service.engine._loop.runner
-    prefill = runner.calls.prefill
+    counts, calls = [], server.service.engine._loop.runner.calls
+    prefill = calls.prefill
 
     def counting(reads, *how, **options):
         counts.append(sum(map(len, reads)))
         return prefill(reads, *how, **options)
 
-    monkeypatch.setattr(runner, "prefill", counting)
+    monkeypatch.setattr(calls, "prefill", counting)
     monkeypatch.setattr(engine_file, "ARRIVAL_S", 30)
     return counts
 
