@@ -1,4 +1,4 @@
-"""What is fixed when an engine is made, and the memory that it takes."""
+"""The settings of an engine, which stay as they are, and the memory that it takes."""
 
 import dataclasses
 import os
