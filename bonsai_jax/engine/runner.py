@@ -164,7 +164,7 @@ class Runner:
 
     def _given(self, call: Call) -> Sequence[Any]:
         """A call's arrays on their way to its program. Where one has moved since the program's last call, XLA
-        writes all of the program's CUDA graph again, 5 ms for a step of 36 layers. So in steps of one token
+        writes all of the program's CUDA graph again, which takes milliseconds. So in steps of one token
         they stay where they are."""
         arrays = call.placed(self.model.mesh)
         if not call.stays or not self._has_graphs:

@@ -404,7 +404,7 @@ def test_draws_that_the_loop_dispatches_itself_draw_the_same(engine, monkeypatch
 
 
 def test_what_a_split_step_is_given_stays_where_it_was(engine, monkeypatch):
-    """As on one GPU, whose graphs are written again where an array has moved; and the answers are the same."""
+    """As on one GPU, whose graphs are written again where an array has moved; the answers are the same."""
     runner, asked = engine._loop.runner, [(prompt(7, n), WORDS) for n in range(3)]
 
     def answers():
