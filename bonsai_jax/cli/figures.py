@@ -9,9 +9,13 @@ if TYPE_CHECKING:
     from bonsai_jax import Model, Piece
 
 
+# jax traces and compiles, stored programs are loaded (engine/stored.py), a program waits for the code of a
+# CPU's kernel (pallas_kernels/cpu/later.py).
+COMPILING = "/jax/core/compile/", "/bonsai_jax/load_program", "/pallas_kernels/wait_for_kernel"
+
+
 class CompileClock:
-    """Records when jax traces and compiles, and when stored programs are loaded (engine/stored.py), so that
-    speeds of the first answer do not include it."""
+    """Records what is compiled and when, so that speeds of the first answer do not include it."""
 
     def __init__(self):
         import jax
@@ -20,7 +24,7 @@ class CompileClock:
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
     def _note(self, event: str, duration_secs: float, **_) -> None:
-        if event.startswith(("/jax/core/compile/", "/bonsai_jax/load_program")):
+        if event.startswith(COMPILING):
             ended = time.perf_counter()
             self.spans.append((ended - duration_secs, ended))
 

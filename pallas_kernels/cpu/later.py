@@ -2,7 +2,8 @@
 jax traces and XLA compiles the program that calls it.
 
     a handler of this file    takes the code's address from a table, or from `_wait` if it is 0, and calls it
-    _wait(i)                  a Python function: the address of code i, once it is compiled; 0 after an error
+    _wait(i)                  a Python function: the address of code i, once it is compiled; 0 after an error.
+                              How long that took is an event of jax.monitoring
 
 So Python runs only until the address is known. Code from the cache is registered directly.
 """
@@ -13,6 +14,7 @@ import hashlib
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -23,6 +25,7 @@ from llvmlite import ir
 from pallas_kernels.cpu import compiled, ffi
 from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, function, when
 
+WAITED = "/pallas_kernels/wait_for_kernel_duration"  # the event
 HANDLERS = 16  # compiled at a time, which takes less time than one kernel
 _error = ctypes.create_string_buffer(1000)  # the message of the last compilation that failed
 
@@ -94,12 +97,15 @@ if hasattr(os, "register_at_fork"):
 
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _wait(i: int) -> int:
+    began = time.perf_counter()
     try:
         _tables[i // HANDLERS][i % HANDLERS] = address = _codes[i].result()
         return address
     except Exception as error:
         _error.value = f"a kernel could not be compiled: {error!r}".encode()[:999]
         return 0
+    finally:
+        jax.monitoring.record_event_duration_secs(WAITED, time.perf_counter() - began)
 
 
 def _more() -> None:
