@@ -198,6 +198,7 @@ class Runner:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
         self._thread.submit(lambda: None).result()
         self._free()
+        self._places.clear()  # a copy that failed may have been given one of them
         self._pool = self._empty_pool()
         self._parts = {part: self._empty_part(part) for part in self._parts}
 
