@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from bonsai_jax import Model, Piece
 
 
-# jax traces and compiles, stored programs are loaded (engine/stored.py), a program waits for the code of a
-# CPU's kernel (pallas_kernels/cpu/later.py).
+# How the names of jax's events begin: it has traced or compiled something, a stored program was loaded
+# (engine/stored.py), a program has waited for a CPU kernel's code (pallas_kernels/cpu/later.py).
 COMPILING = "/jax/core/compile/", "/bonsai_jax/load_program", "/pallas_kernels/wait_for_kernel"
 
 

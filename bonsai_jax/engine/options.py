@@ -23,8 +23,7 @@ MOST_BYTES = 2**62
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """See Engine. biases: room for a request's logit biases; adapters: their
-    names (adapters.py)."""
+    """See Engine. biases: room for a request's logit biases; adapters: their names (adapters.py)."""
 
     max_batch_size: int
     pages: int

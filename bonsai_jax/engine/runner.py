@@ -163,9 +163,9 @@ class Runner:
         return Dispatch(self._last, started)
 
     def _given(self, call: Call) -> Sequence[Any]:
-        """A call's arrays on their way to its program. Where one has moved since the program's last call, XLA
-        writes all of the program's CUDA graph again, which takes milliseconds. So in steps of one token
-        they stay where they are."""
+        """A call's arrays on their way to its program. Where one has moved since the program's last call, the
+        dispatch takes milliseconds longer; it seems that XLA writes its CUDA graph again (LOG.md). So in
+        steps of constrained rows they stay where they are."""
         arrays = call.placed(self.model.mesh)
         if not call.stays or not self._has_graphs:
             return arrays

@@ -221,8 +221,8 @@ def reserve(description: Description, run: RunConfig, parts: int, devices: Itera
 def pool_bytes(
     config: ModelConfig, run: RunConfig, rows: int, tokens: int, *, checkpoints: int = 0, beside: int = 0
 ) -> int:
-    """Bytes of a cache with these rows and this many tokens of room in all, of what rows know, and of what a
-    step of all rows works on: states and scores.
+    """Bytes of a cache for these rows and, in all, this many tokens, with the rows' tables for penalties and
+    the states and scores that a step of all rows works on.
 
     checkpoints  rows that only states have
     beside       bytes of each row that are not of the model (decoding/chain.py)

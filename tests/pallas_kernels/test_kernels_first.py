@@ -59,3 +59,35 @@ def test_programs_of_two_threads_share_their_kernels(compiled):
         assert all(a is b for a, b in zip(one, other, strict=True))
         concurrent.futures.wait(one)
     assert len(compiled) == 40
+
+
+@pytest.mark.parametrize(("processors", "waits"), [(2, True), (8, False)])
+def test_a_program_waits_for_its_kernels_where_processors_are_few(compiled, monkeypatch, processors, waits):
+    """Else XLA begins with its own passes while they are compiled, and asks for each kernel later."""
+    go_on, kernels = threading.Event(), [("a", 1), ("b", 2)]
+    program = kernels_first._program
+
+    def slow(op):
+        lowered = program(op)
+        alone = lowered().compile
+        return lambda: types.SimpleNamespace(compile=lambda: (go_on.wait(0.2 if waits else 10), alone()))
+
+    class Program:
+        def compiler_ir(self, dialect):
+            return None
+
+        def compile(self, compiler_options):
+            go_on.set()
+            compiled.append(("compiled", "program"))
+            return "program"
+
+    monkeypatch.setattr(kernels_first, "_program", slow)
+    monkeypatch.setattr(kernels_first, "_operations", lambda module: iter(()))
+    monkeypatch.setattr(kernels_first, "_kernels", lambda operations: kernels)
+    monkeypatch.setattr(
+        kernels_first.os, "sched_getaffinity", lambda pid: set(range(processors)), raising=False
+    )
+    assert kernels_first.compile(Program(), {}) == "program"
+    order = [digest for done, digest in compiled if done == "compiled"]
+    assert sorted(order) == ["a", "b", "program"]
+    assert order.index("program") == (2 if waits else 0)
