@@ -218,7 +218,7 @@ class Calls:
         del options["taps"]
         name, static = f"the draw of {rows} tokens", (self._model.config,)
         function = split_guesses.draw_rows if width > 1 else split_rows.draw_rows
-        return Call(name, function, [columns], static, options, parts=_parts(chained, True), stays=True)
+        return Call(name, function, [columns], static, options, parts=_parts(chained, True))
 
     def padding(
         self, size: int | tuple[int, int] | None, logprobs: int | None, chained: bool = False

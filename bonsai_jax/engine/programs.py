@@ -44,7 +44,8 @@ class Call:
     options  keyword arguments
     flags    XLA's options for the program
     parts    fields of State that its pool has and others do not: "hidden" (split_rows.py), "chain"
-    stays    its arrays are copied to where those of the program's last call were (Runner._given)
+    stays    its arrays, like the rest of what it uses, lie where those of the program's last call did
+             (places.py)
     """
 
     name: str

@@ -10,9 +10,8 @@ mesh it returns when its steps are nearly over, because the host decides after e
 
 import concurrent.futures
 import dataclasses
-import functools
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.calls import PARTS, Calls
 from bonsai_jax.engine.options import Options, pool_bytes
+from bonsai_jax.engine.places import Places
 from bonsai_jax.engine.plans import Limits
 from bonsai_jax.engine.programs import Call, Programs
 from bonsai_jax.model import Model, start_state
@@ -71,7 +71,7 @@ class Runner:
         # process by SIGABRT, as jaxlib's callback wants the GIL.
         self._copies = jax.process_count() == 1 and platform() != "cpu"
         self._has_graphs = model.mesh is None and platform() != "cpu"
-        self._places: dict[Hashable, list[jax.Array]] = {}  # by program: where its arrays are (_given)
+        self._places: Places | None = None  # of split steps, where graphs run them
         self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
             machine.reserve(pool_bytes(model, options), [in_use()])
@@ -144,7 +144,7 @@ class Runner:
             started.set()
             program = self._programs(call).get(call)
             pool = self._pool.replace(**{part: self._parts[part] for part in call.parts})
-            pool, *drawn = program(params, pool, *self._given(call))
+            pool, *drawn = program(params, pool, *self._placed(call))
             self._parts |= {part: getattr(pool, part) for part in call.parts}
             self._pool = pool.replace(**dict.fromkeys(call.parts))
             if self._copies:
@@ -162,18 +162,14 @@ class Runner:
         self._last = self._thread.submit(for_threads(run))
         return Dispatch(self._last, started)
 
-    def _given(self, call: Call) -> Sequence[Any]:
-        """A call's arrays on their way to its program. Where one has moved since the program's last call, the
-        dispatch takes milliseconds longer; it seems that XLA writes its CUDA graph again (LOG.md). So in
-        steps of constrained rows they stay where they are."""
-        arrays = call.placed(self.model.mesh)
+    def _placed(self, call: Call) -> Sequence[Any]:
+        """A call's arrays on their way to its program."""
         if not call.stays or not self._has_graphs:
-            return arrays
-        if call.program not in self._places:
-            self._places[call.program] = [jax.device_put(array) for array in arrays]
-        places = zip(self._places[call.program], arrays, strict=True)
-        self._places[call.program] = [_written(place, array) for place, array in places]
-        return self._places[call.program]
+            return call.placed(self.model.mesh)
+        if self._places is None:
+            most = self.calls.split_padding(self.limits.max_batch_size, None)
+            self._places = Places(sum(array.nbytes for call in most for array in call.arrays))
+        return self._places.arrays(call)
 
     def catch_up(self) -> None:
         """Finish all dispatches, where there is no thread that does."""
@@ -198,7 +194,7 @@ class Runner:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
         self._thread.submit(lambda: None).result()
         self._free()
-        self._places.clear()  # a copy that failed may have been given one of them
+        self._places = None  # a copy that failed may have been given one of them
         self._pool = self._empty_pool()
         self._parts = {part: self._empty_part(part) for part in self._parts}
 
@@ -234,12 +230,6 @@ class Runner:
         for array in jax.tree.leaves((self._pool, self._parts)):
             if not array.is_deleted():  # a call that failed may have been given it
                 array.delete()
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _written(place: jax.Array, array: jax.Array) -> jax.Array:
-    """The array, in the memory of another."""
-    return place.at[...].set(array)
 
 
 def limits(model: Model, o: Options, recurrent: bool) -> Limits:
