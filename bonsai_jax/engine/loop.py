@@ -21,7 +21,7 @@ import numpy as np
 
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.engine import prefix_store
+from bonsai_jax.engine import prefix_store, stand_in
 from bonsai_jax.engine.answers import Answer, Piece, Reader
 from bonsai_jax.engine.calls import Allowed, numbered
 from bonsai_jax.engine.constrained import Constrained
@@ -352,13 +352,33 @@ class Loop:
         return calls + ([] if self.store is None else self.store.calls())
 
     def prepare(self, requests: int) -> None:
-        """Have the decode program for so many requests compiled beside that of the first prefill."""
+        """Choose the decode program for so many requests on each device, and have it compiled beside that of
+        the first prefill."""
         sizes = self.runner.limits.row_sizes
         rows = next((n for n in sizes if n >= requests), sizes[-1])
+        if jax.process_count() == 1:  # others may have other programs
+            rows = self._program_rows(rows)
         scheduler, split = self.scheduler, self.scheduler.constrained > 0
         unchained = scheduler.compiled_split if split else scheduler.compiled
         (scheduler.compiled_chained[split] if scheduler.chained else unchained).add(rows)
         self._beside_prefill = self._calls(rows)
+
+    def _program_rows(self, rows: int) -> int:
+        """Rows of the decode program for these requests, of whom there is room for so many: others than these
+        rows, where the program of others stands in."""
+        own = self._calls(rows)
+        if self.runner.has(own):
+            return rows
+        news = [request.max_new_tokens for request in self.answers]
+        cost = lambda n: stand_in.steps(n * self.runner.data, news)  # noqa: E731
+        made = [n for n in self.runner.limits.row_sizes if self.runner.has(self._calls(n))]
+        best = min(made, key=cost, default=None)
+        step_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.model.params))
+        loses = own[0].program, cost(best or rows) - cost(rows), step_bytes
+        if best is None or not stand_in.lose(*loses, counts=self.model.loaded):
+            return rows
+        self.scheduler.take_turns(best)
+        return best
 
     def compile_first(self) -> None:
         """Begin to compile what the requests run first, for another loop of this process, and take no more

@@ -6,7 +6,7 @@ read a token (LOG.md, "A CUDA graph is written anew where an array has moved").
 """
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 
 import jax
 import numpy as np
@@ -24,19 +24,20 @@ class Places:
 
     def __init__(self, sent: int):
         self._guard = _make_room(sent + RETURNED)
-        self._sent: dict[Hashable, Sequence[np.ndarray]] = {}  # by program: the arrays of its last call,
-        self._kept: dict[Hashable, list[jax.Array]] = {}  # and where they are
+        # By program: the arrays of its last call, and where they are.
+        self._sent: dict[Hashable, list[np.ndarray]] = {}
+        self._kept: dict[Hashable, list[jax.Array]] = {}
 
     def arrays(self, call: Call) -> list[jax.Array]:
         """A call's arrays where those of its program's last call were. Most are the same as these: rows and
         their pages."""
-        program = call.program
+        program, arrays = call.program, [np.asarray(array) for array in call.arrays]
         if program not in self._kept:
-            self._kept[program] = [jax.device_put(array) for array in call.arrays]
-        elif not all(map(np.array_equal, self._sent[program], call.arrays)):
-            pairs = zip(self._kept[program], call.arrays, strict=True)
+            self._kept[program] = [jax.device_put(array) for array in arrays]
+        elif not all(map(np.array_equal, self._sent[program], arrays)):
+            pairs = zip(self._kept[program], arrays, strict=True)
             self._kept[program] = [_written(place, array) for place, array in pairs]
-        self._sent[program] = call.arrays
+        self._sent[program] = arrays
         return self._kept[program]
 
 

@@ -142,6 +142,15 @@ class Programs:
         """Whether the program of a call was called before."""
         return call.program in self._called
 
+    def made(self, call: Call) -> bool:
+        """Whether the program of a call need not be compiled: this process has it or is making it, or a file
+        does."""
+        with _LOCK:
+            if self._identity(call) in compiled:
+                return True
+        key = self._key(call)
+        return key is not None and stored.has(key)
+
     def get(self, call: Call) -> jax.stages.Compiled:
         """The program of a call, to be called with its arrays: after waiting for it, if a thread compiles it,
         or else loaded or compiled here. A line on stderr says so if that takes more than a second."""
@@ -165,7 +174,7 @@ class Programs:
         self, call: Call, turn: contextlib.AbstractContextManager[None] = _NO_TURN
     ) -> jax.stages.Compiled:
         """The program, which only one thread of this process makes. turn: around its lowering."""
-        identity = call.program, self._kind, stored.settings()
+        identity = self._identity(call)
         own: concurrent.futures.Future[jax.stages.Compiled] = concurrent.futures.Future()
         with _LOCK:
             future = compiled.setdefault(identity, own)
@@ -183,10 +192,7 @@ class Programs:
         self, call: Call, turn: contextlib.AbstractContextManager[None]
     ) -> jax.stages.Compiled:
         """The program, from a file, or compiled."""
-        key = None
-        if call.source is not None and jax.process_count() == 1:
-            key = stored.key(call.source, self._kind)
-        began = time.perf_counter()
+        key, began = self._key(call), time.perf_counter()
         mesh = self.model.mesh
         arrays = self.model.params, self._pool, *(call.arrays if mesh is None else call.placed(mesh))
         program = None if key is None else stored.load(key, arrays, self._devices())
@@ -200,6 +206,16 @@ class Programs:
         else:
             jax.monitoring.record_event_duration_secs(stored.LOADED, time.perf_counter() - began)
         return program
+
+    def _identity(self, call: Call) -> Hashable:
+        """The same for all programs of this process that are the same."""
+        return call.program, self._kind, stored.settings()
+
+    def _key(self, call: Call) -> str | None:
+        """The name of its program's file; None: it has none."""
+        if call.source is None or jax.process_count() > 1:
+            return None
+        return stored.key(call.source, self._kind)
 
     def _devices(self) -> list[jax.Device]:
         mesh = self.model.mesh

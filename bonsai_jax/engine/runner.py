@@ -103,6 +103,10 @@ class Runner:
             own = {name: self._parts[name] for name in parts}
             self._others[parts] = Programs(self.model, self._pool.replace(**own))
 
+    def has(self, calls: Sequence[Call]) -> bool:
+        """Whether none of the programs of these calls needs to be compiled."""
+        return all(self._programs(call).made(call) for call in calls)
+
     def compile(self, call: Call) -> concurrent.futures.Future[None]:
         """Start to load or compile the program of a call in another thread."""
         return self._programs(call).compile(call)
@@ -167,8 +171,9 @@ class Runner:
         if not call.stays or not self._has_graphs:
             return call.placed(self.model.mesh)
         if self._places is None:
-            most = self.calls.split_padding(self.limits.max_batch_size, None)
-            self._places = Places(sum(array.nbytes for call in most for array in call.arrays))
+            each = self.calls.split_padding(self.limits.max_batch_size, None)
+            arrays = [array for one in each for array in one.arrays if array is not None]
+            self._places = Places(sum(array.nbytes for array in arrays))
         return self._places.arrays(call)
 
     def catch_up(self) -> None:

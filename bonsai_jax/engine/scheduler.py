@@ -64,6 +64,11 @@ class Scheduler:
         self._chain = False  # the plan that is being made
         self._numbers = itertools.count()
 
+    def take_turns(self, rows: int) -> None:
+        """Run at most so many requests on each device at a time. Before the first plan."""
+        for device in self.devices:
+            del device.free_rows[:-rows]
+
     def add(self, request: Request) -> None:
         request.number = next(self._numbers)
         self.constrained += request.constrained

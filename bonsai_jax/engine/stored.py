@@ -67,6 +67,12 @@ def key(*parts: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def has(key: str) -> bool:
+    """Whether there is a file of this key. It may be one that cannot be used."""
+    folder = programs_folder()
+    return folder is not None and (folder / key).exists()
+
+
 def load(key: str, arguments: Any, devices: list[jax.Device]) -> jax.stages.Compiled | None:
     """The program of this key for these devices, to be called with a tuple of arrays like `arguments`; None:
     there is no file of it that can be used."""

@@ -1,0 +1,98 @@
+"""A decode program that is there stands in for one that would have to be compiled (engine/stand_in.py)."""
+
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax.engine import programs, stand_in, stored
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_compiled_yet(monkeypatch, tmp_path):
+    """As in a process of a user who has an empty folder of programs."""
+    monkeypatch.setattr(stand_in, "MOST_S", 0.5)
+    monkeypatch.setattr(stand_in, "_lost_s", {})
+    monkeypatch.setattr(programs, "compiled", {})
+    monkeypatch.setattr(stored, "programs_folder", lambda: tmp_path)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """The keys of programs that are compiled and stored."""
+    keys, compile_it = [], stored.compile
+    noted = lambda key, *rest: (keys.append(key), compile_it(key, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(stored, "compile", noted)
+    return keys
+
+
+@pytest.fixture(scope="module")
+def model():
+    return bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(batch_size=8, context=256))
+
+
+def answers(model, count: int, new: int = 6) -> list[list[int]]:
+    prompts = [np.random.default_rng(n).integers(0, 256, 5 + n).tolist() for n in range(count)]
+    noise = bj.SamplingParams(0.9, seed=3)
+    outputs = bj.generate(model, prompts, max_new_tokens=new, sampling=noise, ignore_eos=True)
+    return [output.tokens for output in outputs]
+
+
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (5, 2), (1, 8), (5, 4)])
+def test_another_number_of_prompts_compiles_nothing(model, compiled, monkeypatch, first, then):
+    answers(model, first)
+    del compiled[:]
+    by_stand_in = answers(model, then)
+    assert not compiled
+    monkeypatch.setattr(stand_in, "MOST_S", -1.0)
+    assert answers(model, then) == by_stand_in and compiled
+
+
+def test_a_program_in_a_file_stands_in(model, compiled):
+    """In the next process."""
+    alone = answers(model, 1)
+    programs.compiled.clear()
+    del compiled[:]
+    assert answers(model, 3)[:1] == alone and not compiled
+
+
+def test_stand_ins_lose_half_a_second_at_most(model, compiled, monkeypatch):
+    answers(model, 1)
+    lost_s = (stand_in.steps(1, [6] * 3) - stand_in.steps(4, [6] * 3)) * stand_in.LEAST_S
+    monkeypatch.setattr(stand_in, "LEAST_S", stand_in.LEAST_S * 0.2 / lost_s)  # a call loses 0.2 s
+    for has_compiled in (False, False, True, False):
+        del compiled[:]
+        answers(model, 3)
+        assert bool(compiled) == has_compiled
+
+
+def test_what_is_asked_ahead_of_time_loses_nothing(model, compiled):
+    answers(model, 1)
+    del compiled[:]
+    for _ in range(3):
+        bj.compile_ahead(model, ["Hello"] * 3, max_new_tokens=6)
+    answers(model, 3)
+    assert not compiled and len(stand_in._lost_s) == 1
+
+
+def test_what_takes_no_longer_is_always_used(model, compiled, monkeypatch):
+    """Where all the time that may be lost is lost, too."""
+    answers(model, 1)
+    monkeypatch.setattr(stand_in, "MOST_S", 0.0)
+    del compiled[:]
+    answers(model, 1, new=20)
+    assert not compiled
+    answers(model, 2)
+    assert compiled
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_are_those_of_answers_that_take_turns(seed):
+    """Beside a simulation in which each program's row takes the next answer once it is free."""
+    rng = np.random.default_rng(seed)
+    rows, lengths = int(rng.integers(1, 9)), rng.integers(1, 50, rng.integers(1, 30)).tolist()
+    free = [0] * rows
+    for length in sorted(lengths, reverse=True):
+        free.sort()
+        free[0] += length
+    step = 1 + rows / stand_in.ROWS_TWICE
+    assert max(free) * step / 1.34 <= stand_in.steps(rows, lengths) <= max(free) * step + 1e-9
