@@ -33,7 +33,7 @@ class Places:
         their pages."""
         program, arrays = call.program, [np.asarray(array) for array in call.arrays]
         if program not in self._kept:
-            self._kept[program] = [jax.device_put(array) for array in arrays]
+            self._kept[program] = [jax.device_put(array, may_alias=False) for array in arrays]
         elif not all(map(np.array_equal, self._sent[program], arrays)):
             pairs = zip(self._kept[program], arrays, strict=True)
             self._kept[program] = [_written(place, array) for place, array in pairs]

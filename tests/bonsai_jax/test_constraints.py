@@ -401,7 +401,7 @@ def test_a_mask_that_was_slow_before_does_not_hold_up_others():
 
 
 def test_threads_that_begin_late_do_not_make_masks_slow():
-    """Else all answers would have their next masks made in Python's threads, for which a step waits longer."""
+    """Else all answers would have their next masks made in Python threads, for which a step waits longer."""
     together, matchers = Together(16), [compiled(bj.regex("[a-f]*")) for _ in range(32)]
 
     class Late:
