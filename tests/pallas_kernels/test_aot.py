@@ -213,6 +213,13 @@ HOT_ON_HOPPER = {
         48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
     ),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
+    "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),
+    "one launch, 8B, adapter, bfloat16": lambda: one_launch(
+        36, 4096, 12288, 32, 8, 128, rank=16, dtype=jnp.bfloat16
+    ),
+    "one launch, 8B, adapter, rank 32": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=32),
+    "one launch, 4B, adapter": lambda: one_launch(36, 2560, 9728, 32, 8, 128, rank=16),
+    "one launch, 1.7B, adapter": lambda: one_launch(28, 2048, 6144, 16, 8, 128, rank=16),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
     "one launch, 8B, 4 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=4),
