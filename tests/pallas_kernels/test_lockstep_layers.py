@@ -14,7 +14,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul.bit_mma import byte_product
 from pallas_kernels.step import decode_layers, workspace
 from pallas_kernels.step.inputs import StepChanges, StepInputs
-from pallas_kernels.step.low_rank_plan import NO_CHANGES
+from pallas_kernels.step.low_rank_plan import NO_CHANGES, Change, Changes
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 from tests.pallas_kernels.test_activations import DEFINITIONS
@@ -233,6 +233,27 @@ def test_with_low_rank_changes_too(case, ranks, dtype, adapters, late, monkeypat
     compare(case, got, want, table)
     without, *_ = both(case)
     assert np.linalg.norm(got[0] - without[0]) > 0.05 * np.linalg.norm(without[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "reason"),
+    [
+        (2, [Change(0, 256, 16, 1.0, "float32")], "with an adapter it is for one row; there are 2"),
+        (1, [Change(0, 256, 6, 1.0, "float32")], "rank is 6; the kernel has multiples of 4 up to 32"),
+        (1, [Change(0, 256, 36, 1.0, "float32")], "rank is 36; the kernel has multiples of 4 up to 32"),
+        (
+            1,
+            [Change(0, 128, 8, 1.0, "float32"), Change(128, 128, 8, 1.0, "bfloat16")],
+            "is bfloat16 and float32; the kernel has one of float32, bfloat16, float16",
+        ),
+        (1, [Change(0, 256, 8, 1.0, "float64")], "is float64; the kernel has one of"),
+        (1, [Change(0, 128, 4, 1.0, "float16"), Change(128, 128, 32, 0.5, "float16")], None),
+    ],
+)
+def test_changes_that_the_launch_does_not_have_are_refused(rows, changes, reason):
+    beside = Changes((tuple(changes), (), (), (), ()))
+    refused = decode_layers.Shapes(rows, 256, 512, 4, 2, 64, blocks=4, changes=beside).refuses()
+    assert refused is None if reason is None else reason in refused
 
 
 def test_what_is_left_to_chance_is_an_error():
