@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_RANK = 32  # of one change, whose row of B is in a lane's registers
-DTYPES = ("float32", "bfloat16", "float16")
+# Of one change, by its type: a lane has a row of B of gate and one of up in its registers.
+MOST_RANK = {"float32": 32, "bfloat16": 64, "float16": 64}
 
 
 class Change(NamedTuple):
@@ -32,12 +32,13 @@ class Changes:
         each = [change for changes in self.matrices for change in changes]
         if each and rows > 1:
             return f"with an adapter it is for one row; there are {rows}"
-        for change in each:
-            if change.rank % 4 or not 0 < change.rank <= MOST_RANK:
-                return f"an adapter's rank is {change.rank}; the kernel has multiples of 4 up to {MOST_RANK}"
         dtypes = sorted({change.dtype for change in each})
-        if len(dtypes) > 1 or not set(dtypes) <= set(DTYPES):
-            return f"an adapter is {' and '.join(dtypes)}; the kernel has one of {', '.join(DTYPES)}"
+        if len(dtypes) > 1 or not set(dtypes) <= set(MOST_RANK):
+            return f"an adapter is {' and '.join(dtypes)}; the kernel has one of {', '.join(MOST_RANK)}"
+        for change in each:
+            most = MOST_RANK[change.dtype]
+            if change.rank % 4 or not 0 < change.rank <= most:
+                return f"an adapter's rank is {change.rank}; the kernel has multiples of 4 up to {most}"
         return None
 
 

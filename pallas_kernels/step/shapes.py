@@ -72,6 +72,8 @@ class Shapes:
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
         a = self.attention(1, 1, False, False)
+        if self.changes and a.teams > 1:
+            return f"with an adapter each team for attention has a block; {a.owners} share {self.blocks}"
         if a.owners > a.teams * self.blocks:
             return f"{a.owners} teams for attention are more than {self.blocks} multiprocessors have"
         return None
@@ -172,10 +174,11 @@ class Shapes:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory, an even number: for the phases, in turn, and for changes, what a block
-        makes of a vector, and t (low_rank.py)."""
+        """float32 of shared memory, an even number: for the phases, in turn; and for changes, what a block
+        makes of a vector, and t (low_rank.py), which may lie where attention's output has been."""
         if self.changes:
-            return self.inner_at + max(self.beside(phase).ranks for phase in self.products())
+            a, ranks = self.attention(1, 1, False, False), [self.beside(p).ranks for p in self.products()]
+            return max(self.made_at + a.heads * a.head_dim, self.inner_at + max(ranks))
         return self._scratch_of_phases + self._scratch_of_phases % 2
 
     @property
@@ -192,8 +195,7 @@ class Shapes:
     @property
     def inner_at(self) -> int:
         """Where in the scratch memory is t."""
-        a = self.attention(1, 1, False, False)
-        return self.made_at + max(a.heads * a.head_dim, *(16 * p.tiles for p in self.products().values()))
+        return self.made_at + max(16 * p.tiles for p in self.products().values())
 
     @property
     def buffers(self) -> tuple[int, int]:

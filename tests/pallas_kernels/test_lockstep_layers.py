@@ -217,6 +217,10 @@ ADAPTED = [
         (2, 384, 1280, 4, 2, 7, [-1], 16, True, True, False, "float32"),
         {"k": 4, "v": 12, "o": 32, "up": 20, "down": 4}, jnp.float32, None,
     ),
+    (
+        (2, 256, 640, 4, 2, 8, [130], 16, True, True, False, "float32"),
+        ALL | {"q": 64, "o": 64}, jnp.bfloat16, None,
+    ),
     ((3, 256, 640, 4, 2, 8, [20], 16, True, True, False, "float32"), {"v": 8, "gate": 16}, jnp.bfloat16, 1),
 ]  # fmt: skip
 
@@ -241,6 +245,7 @@ def test_with_low_rank_changes_too(case, ranks, dtype, adapters, late, monkeypat
         (2, [Change(0, 256, 16, 1.0, "float32")], "with an adapter it is for one row; there are 2"),
         (1, [Change(0, 256, 6, 1.0, "float32")], "rank is 6; the kernel has multiples of 4 up to 32"),
         (1, [Change(0, 256, 36, 1.0, "float32")], "rank is 36; the kernel has multiples of 4 up to 32"),
+        (1, [Change(0, 256, 68, 1.0, "float16")], "rank is 68; the kernel has multiples of 4 up to 64"),
         (
             1,
             [Change(0, 128, 8, 1.0, "float32"), Change(128, 128, 8, 1.0, "bfloat16")],
@@ -254,6 +259,12 @@ def test_changes_that_the_launch_does_not_have_are_refused(rows, changes, reason
     beside = Changes((tuple(changes), (), (), (), ()))
     refused = decode_layers.Shapes(rows, 256, 512, 4, 2, 64, blocks=4, changes=beside).refuses()
     assert refused is None if reason is None else reason in refused
+
+
+def test_changes_are_refused_where_two_teams_for_attention_share_a_block():
+    sizes, changes = (1, 256, 256, 4, 4, 64), Changes(((), (), (), (), (Change(0, 256, 8, 1.0, "float32"),)))
+    assert decode_layers.Shapes(*sizes, blocks=3).refuses() is None
+    assert "4 share 3" in decode_layers.Shapes(*sizes, blocks=3, changes=changes).refuses()
 
 
 def test_what_is_left_to_chance_is_an_error():
