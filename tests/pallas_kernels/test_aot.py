@@ -265,7 +265,8 @@ OF_EACH_KIND = [
 # Every day each kernel for one target, one of each kind for every target. What is slow differs from those in
 # a size, or is of a format that another kernel is compiled with, while this kernel is with another format.
 SLOW = [
-    "one launch, 4B", "one launch, 4B, adapter", "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
+    "one launch, 4B", "one launch, 4B, adapter",
+    "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
     *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
     *(f"products between, {format}" for format in ("q3_k", "iq4_xs", "q5_0")),
     "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
