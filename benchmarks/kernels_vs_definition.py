@@ -180,8 +180,8 @@ def main() -> None:
                 margins = [gap for gap in map(margin, scores, answers) if gap is not None]
             llama_cpp = sum(row["tokens"] == a.tolist() for row, a in zip(rows, answers, strict=True))
             print(
-                f"{machine.device_name()}, {card.step_names(model.params)}, jax {jax.__version__}, "
-                f"{bits} bits: "
+                f"{machine.device_name()}, {card.step_names(model.params, model.config)}, "
+                f"jax {jax.__version__}, {bits} bits: "
                 f"{len(kl)} tokens, KL {kl.mean():.2e} (largest {kl.max():.1e}), "
                 f"same top token {(gaps == 0).mean():.2%} (else at most {gaps.max():.4f} nats apart), "
                 f"{model.run.cache_dtype} cache, same greedy text {len(rows) - len(margins)} of {len(rows)}, "

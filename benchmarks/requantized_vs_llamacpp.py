@@ -122,7 +122,7 @@ def make_oracle(path: Path, prompts: int, n: int, folder: Path) -> dict:
 def report(path: Path, oracle: dict, run: bj.RunConfig, *, steps: bool) -> float:
     """Print how far this device's distributions are from the oracle's. Returns the largest KL to F32."""
     model = bj.load(str(path), run)
-    where = f"{machine.device_name()}, {card.step_names(model.params)}"
+    where = f"{machine.device_name()}, {card.step_names(model.params, model.config)}"
     print(f"{where}, cache {model.run.cache_dtype}, jax {jax.__version__}")
     tokens = sum(len(row["tokens"]) for row in oracle["float32"])
     print(

@@ -17,9 +17,13 @@ def kernel_names(weights, rows: int) -> str:
     return "+".join(sorted(names))
 
 
-def step_names(params: Params, rows: int = 1) -> str:
+def step_names(params: Params, config: ModelConfig, rows: int = 1) -> str:
     """The same of a decode step for this number of rows: its schedule where that is not "launches"."""
-    schedule = "launches" if params.adapter else params.step.schedule(rows)
+    schedule = params.step.schedule(rows)
+    if schedule != "launches" and params.adapter is not None:
+        from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
+
+        schedule = beside_adapter(schedule, params, rows, config)
     if schedule == "launches":
         return kernel_names(params, rows)
     (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers["attention"]])}

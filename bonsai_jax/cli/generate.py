@@ -176,7 +176,7 @@ def _json(model: "Model", figures: Figures, load_s: float) -> dict[str, Any]:
             "decode_tok_s": figures.decode_tok_s,
         },
         "device": machine.device_name(),
-        "impl": card.step_names(model.params),
+        "impl": card.step_names(model.params, model.config),
     }
     if figures.speculates:
         answer["tokens_per_step"] = figures.tokens_per_step

@@ -240,7 +240,7 @@ class Test:
             **origin(),
             impl=card.kernel_names(params, self.rows * self.tokens)
             if self.kind == "pp"
-            else card.step_names(params, self.rows),
+            else card.step_names(params, self.model.config, self.rows),
             model=self.model.name,
             test=self.name,
             tok_s=mean,

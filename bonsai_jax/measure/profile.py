@@ -93,7 +93,7 @@ def measure(
     length = tokens if tokens > 1 else 8 if jax.default_backend() == "cpu" else 64
     step = bench.Test(model, "pp" if tokens > 1 else "tg", length, depth, rows)
     seconds = statistics.median(rows * tokens / step.run() for _ in range(repetitions))
-    whole = card.kernel_names(params, tokens) if tokens > 1 else card.step_names(params, rows)
+    whole = card.kernel_names(params, tokens) if tokens > 1 else card.step_names(params, config, rows)
     yield row("whole step", seconds, total[1], total[2], total_least, whole)
 
 

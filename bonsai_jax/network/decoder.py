@@ -203,8 +203,11 @@ def decoder(
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
     whole = one_token and not taps.used and not keep_updates and count == config.num_layers
-    whole = whole and params.adapter is None
     schedule, read = params.step.schedule(rows) if whole else "launches", {}
+    if schedule != "launches" and params.adapter is not None:
+        from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
+
+        schedule = beside_adapter(schedule, params, rows, config)
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
 

@@ -6,7 +6,7 @@ is assumed here: one group of what mixes channels, and stacks of one format wher
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,17 @@ from jaxtyping import Array, Float
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds, workspaces
+from bonsai_jax.network.adapter import beside
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import Place, joined_product
 from bonsai_jax.network.params import Params
-from pallas_kernels import QTensor, device
+from pallas_kernels import Adapted, QTensor, device
 from pallas_kernels.attention import empty_workspace
-from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step.inputs import StepChanges, StepInputs
+from pallas_kernels.step.low_rank_plan import NO_CHANGES
+
+if TYPE_CHECKING:
+    from pallas_kernels.step.shapes import Shapes
 
 # (layer, half) -> where this half runs
 PlaceOf = Callable[[int, Any], Place]
@@ -30,7 +35,7 @@ def one_launch(
 ) -> tuple[Float[Array, "B 1 H"], KVCache]:
     """x after all layers of a decode step, by one kernel, and the cache."""
     inputs = _step_inputs(cache, place_of, config)
-    (mixer,), sizes, eps = params.layers["attention"], config.attention, config.rms_norm_eps
+    (mixer,), sizes = params.layers["attention"], config.attention
     interleaved = sizes.rope.interleaved
     if config.experts is not None:
         from pallas_kernels.step import experts_layers  # only GPUs need it
@@ -43,26 +48,55 @@ def one_launch(
             w.router,
             inputs,
             experts=experts_layers.Experts(e.count, e.used, e.normalized),
-            eps=eps,
+            eps=config.rms_norm_eps,
             interleaved=interleaved,
             activation=e.activation,
         )
         return y[:, None], _with_pages(cache, k_pages, v_pages)
-    from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
+    from pallas_kernels.step.decode_layers import decode_layers  # only GPUs need it
 
-    (w,) = params.layers["mlp"]
-    parts = [stack.parts[0] for stack in (*mixer.qkv, mixer.o, w.gate, w.up, w.down)]
-    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see problems.Step
-    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
-    bits = stacks[0].products.activation_bits
-    shapes = Shapes(
-        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits,
-        eps=eps, activation=config.mlp.activation,
-    )  # fmt: skip
+    changes = _changes(params)
+    shapes = _shapes(params, x.shape[0], config, changes)
     kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
-    fields = tuple((part.fields["words"], part.fields["scales"]) for part in stacks)
-    y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(x[:, 0], fields, inputs)
+    fields = tuple((part.fields["words"], part.fields["scales"]) for part in _bit_stacks(params))
+    y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(x[:, 0], fields, inputs, changes)
     return y[:, None], _with_pages(cache, k_pages, v_pages)
+
+
+def beside_adapter(schedule: str, params: Params, rows: int, config: ModelConfig) -> str:
+    """The schedule in place of one that was planned without the adapter that params have."""
+    if schedule != "one_launch" or config.experts is not None:
+        return "launches"
+    return "launches" if _shapes(params, rows, config, _changes(params)).refuses() else schedule
+
+
+def _bit_stacks(params: Params) -> list[QTensor]:
+    """Weights of qkv, o, gate, up and down."""
+    (mixer,), (w,) = params.layers["attention"], params.layers["mlp"]
+    parts = [stack.parts[0] for stack in (*mixer.qkv, mixer.o, w.gate, w.up, w.down)]
+    return [part for part in parts if isinstance(part, QTensor)]  # all: see problems.Step
+
+
+def _changes(params: Params) -> StepChanges | None:
+    """An adapter's, beside qkv, o, gate, up and down; None where there are none."""
+    if params.adapter is None:
+        return None
+    mixer, w = (beside(params.layers[kind][0], kind, 0, params.adapter) for kind in ("attention", "mlp"))
+    stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)
+    matrices = tuple(stack.changes if isinstance(stack, Adapted) else () for stack in stacks)
+    return StepChanges(matrices, params.adapter.chosen) if any(matrices) else None
+
+
+def _shapes(params: Params, rows: int, config: ModelConfig, changes: StepChanges | None) -> "Shapes":
+    """Of `one_launch` without experts."""
+    from pallas_kernels.step.shapes import Shapes  # only GPUs need it
+
+    heads = config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim
+    return Shapes(
+        rows, config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(),
+        bits=_bit_stacks(params)[0].products.activation_bits, eps=config.rms_norm_eps,
+        activation=config.mlp.activation, changes=NO_CHANGES if changes is None else changes.sizes,
+    )  # fmt: skip
 
 
 def layer_products(

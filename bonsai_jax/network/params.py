@@ -65,7 +65,7 @@ class Params(struct.PyTreeNode):
     draft     the draft layer, where it is loaded
     layer_vectors  of the vectors that tokens have for each layer; None: they have none
     adapter   low-rank changes beside the matrices of layers (docs/adapters.md); None: there are none. With
-              it a decode step is launched product by product
+              it a decode step is one launch, or launched product by product (fused.beside_adapter)
     """
 
     embed: QTensor

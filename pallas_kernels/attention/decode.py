@@ -211,7 +211,7 @@ class Attention(Plan):
 
     def run(
         self, cache: Cache, bounds: Bounds, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        prefetch_below=None, pass_on=None, after_keys=None, slots=None, asked=None,
+        prefetch_below=None, pass_on=None, after_keys=None, slots=None, asked=None, around=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -226,6 +226,7 @@ class Attention(Plan):
         slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
                     values go to registers
         asked       whether this warp's first keys have been asked for (`ask`)
+        around      (share, whether it has all keys of its row) -> a context, in which outputs are stored
         """
         share = self._share(bounds)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
@@ -238,7 +239,9 @@ class Attention(Plan):
             sink = None
             if cache.sinks is not None:
                 sink = lambda head: cache.sink(layer, share.heads * self.heads + head)  # noqa: E731
-            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys, sink)
+            if around is not None:
+                around = functools.partial(around, share)
+            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys, sink, around)
 
     def ask(self, cache: Cache, bounds: Bounds, layer, slots, late):
         """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to

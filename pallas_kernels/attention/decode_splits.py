@@ -8,6 +8,7 @@ its weight joins l once, where o is divided by it. Splits meet without a
 barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -120,12 +121,13 @@ def with_sink(total, largest, sink, head):
 
 def combine(
     plan: Plan, share: Share, smem, warp_heads, store_out, exchange: Exchange, pass_on=None, after_keys=None,
-    sink=None,
+    sink=None, around=None,
 ):  # fmt: skip
     """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
     output. A row's only split gives it to `pass_on` by warps, where that is not None; `after_keys` is called
     when all warps have read their keys (decode.Attention.run); sink(head of the block) is log2(e) times its
-    sink, None: there are none."""
+    sink, None: there are none; around(whether it is the only split), where that is not None, is a context in
+    which outputs are stored."""
     size = plan.heads * plan.head_dim
     block = Block.store(plan, smem, warp_heads)
     if after_keys is not None:
@@ -139,12 +141,13 @@ def combine(
         """Outputs of columns of all heads, an index and a constant each."""
         return [block.several(first - share.heads * size + more, 1, sink)[0][0] for first, more in columns]
 
+    around = around or (lambda alone: contextlib.nullcontext())
     alone = share.splits == 1
-    with lanes.when(alone):
+    with lanes.when(alone), around(True):
         block.outputs(store, sink) if pass_on is None else pass_on(share.row, share.heads, load)
     if plan.splits == 1:
         return
-    with lanes.when(~alone):
+    with lanes.when(~alone), around(False):
         begin = (share.split + share.owner * plan.splits) * plan.partial
 
         def send(element, outputs, largest, total):

@@ -87,6 +87,14 @@ def load_either(count: int, condition, refs, at) -> list:
     return out
 
 
+def load_unchanging(count: int, address, at: int = 0) -> list:
+    """1, 2 or 4 words of global memory that nobody writes, at an address (`address_of`) plus `at` bytes. They
+    are asked for at this point of the code, wherever they are used."""
+    width, names = _several(0, count)
+    text, constraints = f"ld.global.nc{width}.u32 {names}, [${count}+{at}];", "=r," * count + "l,~{memory}"
+    return lanes.ptx([i32()] * count, [address], text, constraints, effects=True)
+
+
 def store_stored(x, ref, indices):
     """A vector of what a ref holds into neighbouring elements of it."""
     vector.store(x, ref, list(map(index, indices)))
@@ -170,6 +178,11 @@ def wait_copies(pending: int):
 def prefetch(ref, indices):
     """Ask for the cache line of an element of a ref, into the L2 cache."""
     lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
+
+
+def prefetch_address(address, at: int = 0):
+    """The same of an address plus `at` bytes."""
+    lanes.ptx(None, [address], f"prefetch.global.L2 [$0+{at}];", "l,~{memory}", effects=True)
 
 
 def fence_of_copies():
@@ -289,12 +302,7 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
     pointers = [_pointer(ref, at) for (at, _), _ in reads]
 
     def attempt(reads, pointers):
-        words = []
-        for pointer, ((_, constant), count) in zip(pointers, reads, strict=True):
-            width, names = _several(0, count)
-            text = f"ld.relaxed.gpu.global{width}.u32 {names}, [${count}+{4 * constant}];"
-            constraints = "=r," * count + "l,~{memory}"
-            words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
+        words = _load_relaxed(reads, pointers)
         wrong = values.in_pairs(operator.or_, [word ^ tag for word in words])
         return lanes.any_lane(wrong & 3), words  # all lanes alike, or each shuffle would be guarded
 
@@ -305,6 +313,28 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
     if not at_once:
         until_written(reads[-1:], pointers[-1:])
     return until_written(reads, pointers)
+
+
+def load_early(ref, reads) -> list:
+    """What is in the words of `reads` (as for `load_tagged_words`) so far, for `settled`."""
+    return _load_relaxed(reads, [_pointer(ref, at) for (at, _), _ in reads])
+
+
+def settled(ref, reads, early: list, tag) -> list:
+    """What `load_tagged_words` gives, at once if all words of `load_early` had this tag."""
+    wrong = values.in_pairs(operator.or_, [word ^ tag for word in early])
+    late = lanes.any_lane(wrong & 3)
+    return lanes.choose(late, lambda: load_tagged_words(ref, reads, tag, at_once=True), early)
+
+
+def _load_relaxed(reads, pointers) -> list:
+    words = []
+    for pointer, ((_, constant), count) in zip(pointers, reads, strict=True):
+        width, names = _several(0, count)
+        text = f"ld.relaxed.gpu.global{width}.u32 {names}, [${count}+{4 * constant}];"
+        constraints = "=r," * count + "l,~{memory}"
+        words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
+    return words
 
 
 def _element(ref, indices):

@@ -19,6 +19,7 @@ workspace has what the others see of it.
 import contextlib
 import functools
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,9 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
-from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step import low_rank
+from pallas_kernels.step.inputs import StepChanges, StepInputs
+from pallas_kernels.step.low_rank import READERS, LowRankChanges
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
@@ -48,6 +51,7 @@ def decode_layers(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
     inputs: StepInputs,
+    changes: StepChanges | None = None,
     *,
     shapes: Shapes,
     interleaved: bool,
@@ -58,6 +62,7 @@ def decode_layers(
 
     x          float32 [rows, hidden]
     weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (formats/q1_0.py)
+    changes    low-rank changes beside these, of one row: those of shapes.changes
     Returns x float32 [rows, hidden] and the pages, which are updated in place.
     """
     layers = weights[0][0].shape[0]
@@ -65,13 +70,15 @@ def decode_layers(
     attention = shapes.attention(page_size, pages_of_row, inputs.head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
     x = pad(x, shapes.width(Vector.X))
-    x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
+    more = attention.partials + (low_rank.workspace_words(shapes, attention) if changes else 0)
+    x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, more))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
     layout, (weight_bytes, scratch_bytes) = cache_layouts.recognize(inputs.k_pages), shapes.buffers
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
             "weights": weights,
+            "changes": None if changes is None else low_rank.flattened(changes),
             "norms": (inputs.attn_norm, inputs.ffn_norm),
             "head_norms": inputs.head_norms,
             "bias": None if inputs.bias is None else pad(inputs.bias, shapes.width(Vector.QKV)),
@@ -94,12 +101,22 @@ def decode_layers(
     return jax.freeze(x_ref)[:, : shapes.hidden], *jax.tree.map(jax.freeze, pages)
 
 
+class _Outputs(NamedTuple):
+    """This thread's outputs of a round (Product.outputs), and of each, if any has it, what is added to it,
+    its rows of B, and the gamma of who multiplies it with an A."""
+
+    own: list
+    added: list
+    b: list
+    gamma: list
+
+
 class _Step:
     """The step, as a lane of a block sees it; refs without a suffix are of global memory."""
 
     def __init__(
-        self, shapes: Shapes, attention: Attention, layers: int, layout, *, weights, norms, head_norms, bias,
-        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem,
+        self, shapes: Shapes, attention: Attention, layers: int, layout, *, weights, changes, norms,
+        head_norms, bias, rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem,
     ):  # fmt: skip
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
@@ -108,6 +125,10 @@ class _Step:
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
+        self.changes = None
+        if changes is not None:
+            begin = workspace_words(shapes) + attention.partials
+            self.changes = LowRankChanges(shapes, attention, layers, changes, workspace, begin, scratch_smem)
 
     @property
     def attends_groups(self) -> bool:
@@ -117,6 +138,9 @@ class _Step:
     def run(self):
         self.lane_state = self.attention.keep(self.cache)
         self.weights.prepare()
+        if changes := self._changes_after(Phase.DOWN):
+            with lanes.when(self._takes_part(Phase.DOWN)):
+                changes.begin(self.x, self.gamma[Phase.QKV], self.workspace.tag_read(Phase.QKV, index(0)))
         lanes.loop(0, self.layers, 1, [], self._layer)
         if self.shapes.passes_on:  # what the last layer adds
             p = self.products[Phase.QKV]
@@ -129,6 +153,8 @@ class _Step:
 
     def _layer(self, layer, carry):
         for phase in Phase:
+            if self.changes:
+                self.changes.prefetch(phase, layer)
             takes_part = self._takes_part(phase)
             if phase != Phase.ATTENTION and self.shapes.passes_on:
                 self._pass_on(phase, layer)
@@ -180,7 +206,8 @@ class _Step:
         return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
-        workspace, after_keys = self.workspace, None
+        workspace, after_keys, changes = self.workspace, None, self._changes_after(Phase.ATTENTION)
+        tag = workspace.tag_written(Phase.ATTENTION, layer)
         request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         if self.has_slots and self.attention.teams == 1:
             after_keys = request
@@ -189,20 +216,32 @@ class _Step:
             load_qkv=lambda row, columns: workspace.receive(
                 Phase.ATTENTION, layer, row, columns, 4, at_once=True
             ),
-            store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
-            exchange=Exchange(
-                workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
-            ),
+            store_out=functools.partial(self._store_attended, layer),
+            exchange=Exchange(workspace.ref, workspace_words(self.shapes), tag),
             next_layer=minimum(layer + 1, self.layers - 1),
             prefetch_below=MOST_EARLY_KEYS,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             after_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
+            around=functools.partial(changes.attended, layer, tag) if changes else None,
         )  # fmt: skip
         lanes.block_barrier()
         if self.has_slots and self.attention.teams > 1:
             request()
+
+    def _store_attended(self, layer, y, row, n):
+        self.workspace.send(Phase.ATTENTION, layer, y, row, n)
+        if changes := self._changes_after(Phase.ATTENTION):
+            changes.keep(y, n % (self.attention.heads * self.attention.head_dim))
+
+    def _changes_beside(self, phase: Phase) -> LowRankChanges | None:
+        """Changes, if there are some beside a phase's product."""
+        return self.changes if self.changes and self.changes.beside[phase].ranks else None
+
+    def _changes_after(self, phase: Phase) -> LowRankChanges | None:
+        """Changes, if there are some beside the product that reads what a phase makes."""
+        return self._changes_beside(READERS[phase]) if phase in READERS else None
 
     def _pass_on(self, phase: Phase, layer):
         """Quantize what a phase reads, one warp of some block for each row of a group."""
@@ -264,12 +303,16 @@ class _Step:
         def one_section(first_row, carry):
             # What one row's block adds to its outputs is asked for before activations are waited for.
             early = p.together == p.tiles and not self.shapes.passes_on
-            outputs = self._outputs(phase, layer, me, first_row, index(0)) if early else None
-            x = self._activations(phase, layer, me, first_row)
-            with p.busy_warps(me):
-                p.store_squares(me, first_row, x, self._sums(phase))
-            self.weights.wait(phase, layer)
-            self._rounds(phase, layer, me, first_row, x, outputs)
+            changes = self._changes_after(phase)
+            tag = self.workspace.tag_written(phase, layer)
+            with changes.made(phase, layer, tag) if changes else contextlib.nullcontext():
+                outputs = self._outputs(phase, layer, me, first_row, index(0)) if early else None
+                x = self._activations(phase, layer, me, first_row)
+                asked = changes.ask(phase) if (changes := self._changes_beside(phase)) else []
+                with p.busy_warps(me):
+                    p.store_squares(me, first_row, x, self._sums(phase))
+                self.weights.wait(phase, layer)
+                self._rounds(phase, layer, me, first_row, x, outputs, asked)
             return carry
 
         if p.section_rows == p.rows:
@@ -304,13 +347,18 @@ class _Step:
             return memory.Reals(self.weights.smem)
         return self.scratch
 
-    def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):
-        """Multiply a section by all of the block's tiles; outputs: `_outputs` if there is one round only."""
+    def _rounds(
+        self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: _Outputs | None,
+        asked: list,
+    ):  # fmt: skip
+        """Multiply a section by all of the block's tiles; outputs: `_outputs` if there is one round only;
+        asked: what changes beside the product have asked for."""
         p, smem, ref = self.products[phase], self._sums(phase), self.weights.smem
         begin = [self.weights.begin[phase, m] // 4 for m in range(p.matrices)]
+        changes = self._changes_beside(phase)
 
         def one_round(first, carry):
-            own, added = outputs or self._outputs(phase, layer, me, first_row, first)
+            this_round = outputs or self._outputs(phase, layer, me, first_row, first)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
                 sums = p.multiply(
@@ -319,29 +367,52 @@ class _Step:
                     lambda m, u, k, h: p.shared_scales(ref, begin[m], tile[u], me.scale_group[k, h], me.g),
                 )  # fmt: skip
                 p.store_sums(me, sums, smem)
+            if outputs:
+                add_changes()
             lanes.block_barrier()
-            p.finish(smem, own, self._store(phase, layer, added))
+            changed = None
+            if changes:
+                changed = lambda k, n, y: changes.change(phase, y, n, this_round.b[k])  # noqa: E731
+            p.finish(smem, this_round.own, self._store(phase, layer, this_round), changed=changed)
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
+
+        def add_changes():
+            if changes:
+                changes.add(phase, asked, self.workspace.tag_read(phase, layer))
 
         if p.together == p.tiles:
             one_round(index(0), [])
         else:
+            add_changes()
             lanes.loop(0, p.tiles, p.together, [], one_round)
 
-    def _outputs(self, phase: Phase, layer, me: LaneColumns, first_row, first) -> tuple[list, list]:
-        """This thread's outputs of a round, and what is added to each."""
+    def _outputs(self, phase: Phase, layer, me: LaneColumns, first_row, first) -> _Outputs:
         p = self.products[phase]
         own = p.outputs(me, first_row, first, self.weights.first_tile(phase))
-        return own, self._added(phase, layer, [(minimum(row, p.rows - 1), n) for *_, n, row in own])
+        added = self._added(phase, layer, [(minimum(row, p.rows - 1), n) for *_, n, row in own])
+        rows, b, gamma = [n for *_, n, _ in own], [], []
+        if changes := self._changes_beside(phase):
+            b = changes.load_b(phase, layer, rows)
+        if (changes := self._changes_after(phase)) and READERS[phase] in self.gamma:
+            ref, at, last = (
+                self.gamma[READERS[phase]],
+                changes.layer_after(phase, layer),
+                self.shapes.hidden - 1,
+            )
+            gamma = [memory.load(ref, at, minimum(n, last)) for n in rows]
+        return _Outputs(own, added, b, gamma)
 
-    def _store(self, phase: Phase, layer, added: list):
+    def _store(self, phase: Phase, layer, outputs: _Outputs):
         def store(k, row, n, y):
-            y = y + added[k] if added else y
+            y = y + outputs.added[k] if outputs.added else y
             if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
                 memory.store(y, self.x, row, n)
             split = self.weights.split(phase) if self.products[phase].splits > 1 else 0
             self.workspace.send(phase, layer, y, row, n, split)
+            if changes := self._changes_after(phase):
+                y = y * outputs.gamma[k] if outputs.gamma else y
+                changes.keep(y, n - self.weights.first_tile(phase) * 16)
 
         return store
 

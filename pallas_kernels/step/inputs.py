@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 
 from pallas_kernels import cache_layouts
+from pallas_kernels.low_rank import LowRank
+from pallas_kernels.step.low_rank_plan import Change, Changes
 
 
 class StepInputs(NamedTuple):
@@ -26,3 +28,20 @@ class StepInputs(NamedTuple):
     v_pages: cache_layouts.Pages
     block_table: jax.Array
     positions: jax.Array
+
+
+class StepChanges(NamedTuple):
+    """Low-rank changes beside the matrices of all layers.
+
+    matrices  those beside qkv, o, gate, up and down, by their first rows; () beside a matrix that has none
+    chosen    int32 [rows]: of several adapters that of each row; None: the first
+    """
+
+    matrices: tuple[tuple[LowRank, ...], ...]
+    chosen: jax.Array | None = None
+
+    @property
+    def sizes(self) -> Changes:
+        """For Shapes."""
+        size = lambda c: Change(c.start, c.shape[0], c.rank, c.scale, str(c.a.dtype))  # noqa: E731
+        return Changes(tuple(tuple(map(size, changes)) for changes in self.matrices))

@@ -17,6 +17,7 @@ from pallas_kernels.matmul.bit_mma.product import (
     MOST_ROWS,
     Product,
 )
+from pallas_kernels.step.low_rank_plan import NO_CHANGES, Beside, Changes, beside
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
@@ -45,7 +46,7 @@ class Vector(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Static sizes of a step; `blocks` is the number of multiprocessors."""
+    """Static sizes of a step; `blocks` is the number of multiprocessors, `changes` are an adapter's."""
 
     rows: int
     hidden: int
@@ -57,6 +58,7 @@ class Shapes:
     bits: int = 8
     eps: float = 0.0
     activation: Activation = SILU
+    changes: Changes = NO_CHANGES
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -64,10 +66,14 @@ class Shapes:
             return f"{self.rows} rows are more than {MOST_ROWS}, whose activations a warp has registers for"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
+        if reason := self.changes.refuses(self.rows):
+            return reason
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
         a = self.attention(1, 1, False, False)
+        if self.changes and a.teams > 1:
+            return f"with an adapter each team for attention has a block; {a.owners} share {self.blocks}"
         if a.owners > a.teams * self.blocks:
             return f"{a.owners} teams for attention are more than {self.blocks} multiprocessors have"
         return None
@@ -105,6 +111,12 @@ class Shapes:
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
             normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True,
         )  # fmt: skip
+
+    def beside(self, phase: Phase) -> Beside:
+        """The changes beside a product."""
+        qkv, o, *gate_up, down = self.changes.matrices
+        matrices = {Phase.QKV: [qkv], Phase.O: [o], Phase.GATE_UP: gate_up, Phase.DOWN: [down]}
+        return beside(matrices[phase], 16 * self.products()[phase].n_tiles)
 
     @property
     def begins(self) -> dict[tuple[Phase, int], int]:
@@ -162,11 +174,28 @@ class Shapes:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory for the phases, in turn; an even number."""
+        """float32 of shared memory, an even number: for the phases, in turn; and for changes, what a block
+        makes of a vector, and t (low_rank.py), which may lie where attention's output has been."""
+        if self.changes:
+            a, ranks = self.attention(1, 1, False, False), [self.beside(p).ranks for p in self.products()]
+            return max(self.made_at + a.heads * a.head_dim, self.inner_at + max(ranks))
+        return self._scratch_of_phases + self._scratch_of_phases % 2
+
+    @property
+    def _scratch_of_phases(self) -> int:
         elsewhere = Phase.GATE_UP if self.sums_among_weights else None
         others = [p for phase, p in self.products().items() if phase != elsewhere]
-        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *others))
-        return most + most % 2
+        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *others))
+
+    @property
+    def made_at(self) -> int:
+        """Where in the scratch memory is what a block makes of a vector."""
+        return -(-self._scratch_of_phases // 4) * 4
+
+    @property
+    def inner_at(self) -> int:
+        """Where in the scratch memory is t."""
+        return self.made_at + max(16 * p.tiles for p in self.products().values())
 
     @property
     def buffers(self) -> tuple[int, int]:

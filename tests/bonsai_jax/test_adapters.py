@@ -313,7 +313,7 @@ def test_everything_takes_it():
         ids.append(int(forward(adapted.params, adapted.config, ids)[-1].argmax()))
     (output,) = bj.generate(adapted, IDS, sampling=greedy, **how)
     assert output.tokens == ids[len(IDS) :]
-    fused = adapted.params.replace(step=StepPlan(((8, "one_launch"),)))
+    fused = adapted.params.replace(step=StepPlan(((8, "layer_products"),)))
     state = bj.new_state(adapted, 1, 64, greedy, 6, ignore_eos=True)
     drawn_tokens = bj.jitted.generate_tokens(
         fused, state, jnp.array([IDS]), jnp.array([len(IDS)]), adapted.config, size=6
@@ -326,26 +326,38 @@ def test_everything_takes_it():
     )
 
 
-@pytest.mark.parametrize("rows", [1, pytest.param(64, marks=pytest.mark.slow)])
-def test_on_a_gpu_a_step_runs_product_by_product(rows, monkeypatch):
-    """By the kernels of the base: five for each layer, and the head's. Without an adapter it is fused."""
+@pytest.mark.parametrize(
+    ("rows", "rank", "schedule"),
+    [
+        (1, 4, "one_launch"),
+        (1, 6, "launches"),
+        (2, 4, "launches"),
+        pytest.param(64, 4, "launches", marks=pytest.mark.slow),
+    ],
+)
+def test_on_a_gpu_a_step_of_one_row_is_one_launch(rows, rank, schedule, monkeypatch):
+    """With the adapter beside its products. Other steps run product by product, by the kernels of the base:
+    five for each layer, and the head's."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     checkpoint = open_checkpoint("synth:tiny-qwen3:q1_0")
     plan = load_plans.plan(architectures.describe(checkpoint), bj.RunConfig(context=256))
     params = jax.eval_shape(lambda: network_params.load(plan))
-    adapter = jax.eval_shape(lambda: bj.lora(plan.config, 4, key=jax.random.key(0)))
+    adapter = jax.eval_shape(lambda: bj.lora(plan.config, rank, key=jax.random.key(0)))
     cache = jax.eval_shape(lambda: kv.empty(plan.config, plan.run, rows, 256))
 
     def kernels(params):
         ones = jnp.zeros((rows, 1), jnp.int32)
         step = lambda params, cache: decoder.decoder(params, ones, ones, cache, plan.config, 256)[0]  # noqa: E731
-        return str(jax.make_jaxpr(step)(params, cache))
+        return re.findall(r"name=(\w*decode\w*|\w*prefill\w*)", str(jax.make_jaxpr(step)(params, cache)))
 
-    assert params.step.schedule(rows) == ("one_launch" if rows == 1 else "layer_gemms")
-    fused, beside = kernels(params), kernels(params.replace(adapter=adapter))
-    assert len(re.findall(r"name=bit_\w*decode\w*|name=bit_\w*prefill\w*", beside)) >= 5 * 3
-    assert ("name=decode_layers" in fused) == (rows == 1) and "name=decode_layers" not in beside
-    assert card.step_names(params.replace(adapter=adapter), rows) != card.step_names(params, rows)
+    without, beside = params, params.replace(adapter=adapter)
+    assert params.step.schedule(rows) == ("one_launch" if rows <= 24 else "layer_gemms")
+    assert ("decode_layers" in kernels(without)) == (rows <= 24)
+    assert ("decode_layers" in kernels(beside)) == (schedule == "one_launch")
+    if schedule == "launches":
+        assert sum(name.startswith("bit_") for name in kernels(beside)) >= 5 * 3
+    names = [card.step_names(one, plan.config, rows) for one in (without, beside)]
+    assert (names[0] == names[1]) == (schedule == "one_launch")
 
 
 # ---- Per request ----

@@ -21,11 +21,11 @@ from tests.bonsai_jax.vocabularies import byte_level_metadata, write_model
 
 
 def test_rows_say_when_a_step_is_one_launch():
-    params = tiny().params
-    assert card.step_names(params) == "cpu"
+    params, config = tiny().params, tiny().config
+    assert card.step_names(params, config) == "cpu"
     one_launch = params.replace(step=StepPlan(((2, "one_launch"),)))
-    assert card.step_names(one_launch, rows=2) == "one_launch"
-    assert card.step_names(one_launch, rows=3) == "cpu"
+    assert card.step_names(one_launch, config, rows=2) == "one_launch"
+    assert card.step_names(one_launch, config, rows=3) == "cpu"
 
 
 def test_rows_say_when_kernels_had_16_bits():

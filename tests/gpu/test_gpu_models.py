@@ -1,14 +1,18 @@
 """Tiny models through kernels on a GPU: steps and prefill against the reference, and against each other."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.adapters.making import stacked
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.network.fused import beside_adapter
 from checkpoints import Tensor
 from tests.agreement import divergence, log_softmax
 from tests.bonsai_jax.test_decoding import GREEDY
@@ -33,6 +37,28 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
     kl = divergence(log_softmax(exact), log_p_of_steps(kernels, [ids])[0]).mean()
     print(f"{name}, {bits} bits, {schedule}: KL {kl:.2e}")
     assert 0 < kl < limit
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama"])
+@pytest.mark.parametrize("where", [None, ["q", "v", "down"]])
+def test_a_step_in_one_launch_with_an_adapter_is_that_of_launches(name, dtype, where):
+    """The second of two that are stacked, after so many keys that blocks share them out."""
+    ids = np.random.default_rng(7).integers(0, 256, (1, 200))
+
+    def load(**options):
+        model = bj.load(f"synth:{name}:q1_0", bj.RunConfig(**options))
+        lora = functools.partial(bj.lora, model.config, key=jax.random.key(0), where=where, dtype=dtype)
+        draw = lambda x: 0.1 * jax.random.normal(jax.random.key(x.size), x.shape, x.dtype)  # noqa: E731
+        both = stacked([jax.tree.map(draw, lora(rank)) for rank in (4, 16)])
+        params = model.params.replace(adapter=both.replace(chosen=jnp.ones(1, jnp.int32)))
+        used = beside_adapter(params.step.schedule(1), params, 1, model.config)
+        assert used == options["schedule"]
+        return dataclasses.replace(model, params=params)
+
+    kl = kl_of_schedules(load, "one_launch", ids).max()
+    print(f"{name}, {dtype}, {where}: KL {kl:.1e}")
+    assert kl < 1e-5
 
 
 @pytest.mark.parametrize("format", ["q4_k_m", "q2_k", "q3_k", "iq4_xs"])

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SILU, Products, QTensor, cache_layouts, delta, device
+from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
@@ -35,7 +35,8 @@ from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import choose
 from pallas_kernels.step import experts_layers, layer_products, layer_products_plan
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
-from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step.inputs import StepChanges, StepInputs
+from pallas_kernels.step.low_rank_plan import NO_CHANGES
 
 
 def tiles_of(format, n, k, *lead):
@@ -219,8 +220,11 @@ def rotation_of(k, heads=None):
     return jax.eval_shape(lambda: Rotation.from_signs(np.ones(k), 1024, heads))
 
 
-def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):
-    """All layers of a step, as a Bonsai model has them."""
+def one_launch(
+    layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16", rank=0,
+    dtype=jnp.float32,
+):  # fmt: skip
+    """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
 
     def matrix(n, k):
@@ -232,16 +236,28 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
     sizes = [(width + 2 * kv_width, hidden), (hidden, width), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
     vector = lambda *shape, dtype=f32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     cache = pages_of(layout, layers, rows * pages, 64, kv_heads, head_dim)
+
+    def change(n, k, start=0):
+        return LowRank(vector(layers, rank, k, dtype=dtype), vector(layers, n, rank, dtype=dtype), 2.0, start)
+
+    changes, beside = NO_CHANGES, None
+    if rank:
+        qkv = [(width, hidden), (kv_width, hidden, width), (kv_width, hidden, width + kv_width)]
+        beside = StepChanges(
+            (tuple(change(*size) for size in qkv), *((change(*size),) for size in sizes[1:]))
+        )
+        changes = beside.sizes
     shapes = Shapes(
-        rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6
-    )
+        rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6,
+        changes=changes,
+    )  # fmt: skip
     return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
         vector(rows, hidden), tuple(matrix(*size) for size in sizes),
         StepInputs(
             *(vector(layers, hidden),) * 2, None, (vector(layers, head_dim),) * 2,
             (vector(rows, head_dim // 2),) * 2, cache, cache, vector(rows, pages, dtype=i32),
             vector(rows, dtype=i32),
-        ),
+        ), beside,
     )  # fmt: skip
 
 

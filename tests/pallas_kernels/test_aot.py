@@ -213,6 +213,16 @@ HOT_ON_HOPPER = {
         48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
     ),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
+    "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),
+    "one launch, 8B, adapter, bfloat16": lambda: one_launch(
+        36, 4096, 12288, 32, 8, 128, rank=16, dtype=jnp.bfloat16
+    ),
+    "one launch, 8B, adapter, rank 32": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=32),
+    "one launch, 8B, adapter, bfloat16, rank 64": lambda: one_launch(
+        36, 4096, 12288, 32, 8, 128, rank=64, dtype=jnp.bfloat16
+    ),
+    "one launch, 4B, adapter": lambda: one_launch(36, 2560, 9728, 32, 8, 128, rank=16),
+    "one launch, 1.7B, adapter": lambda: one_launch(28, 2048, 6144, 16, 8, 128, rank=16),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
     "one launch, 8B, 4 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=4),
@@ -255,7 +265,8 @@ OF_EACH_KIND = [
 # Every day each kernel for one target, one of each kind for every target. What is slow differs from those in
 # a size, or is of a format that another kernel is compiled with, while this kernel is with another format.
 SLOW = [
-    "one launch, 4B", "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
+    "one launch, 4B", "one launch, 4B, adapter",
+    "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
     *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
     *(f"products between, {format}" for format in ("q3_k", "iq4_xs", "q5_0")),
     "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.adapters import making
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import calls, split_rows
 from bonsai_jax.engine import rows as on_device
@@ -40,23 +41,31 @@ NOT_HOPPER = [
 ]
 
 
-def check_decode(source, capability, cache_dtype="bfloat16"):
-    """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
+def check_decode(source, capability, cache_dtype="bfloat16", rank=0):
+    """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries. With
+    a rank: beside two adapters, of which it copies none."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
+    if rank:
+        lora = lambda: bj.lora(config, rank, key=jax.random.key(0))  # noqa: E731
+        adapter = jax.eval_shape(lambda: making.stacked([lora(), lora()]))
+        params = params.replace(adapter=adapter.replace(chosen=jax.ShapeDtypeStruct((1,), jnp.int32)))
     assert params.layers["mlp"][0].down.parts[0].tiled and state.cache.states["attention"][0].impl == "decode"
     step = functools.partial(core.decode, config=config, size=8)
-    compiled = compile_for_gpu(
-        lambda params, state: step(params, state, limit=8),
-        params,
-        state,
-        compute_capability=capability,
-        donate_argnums=1,
-    )
+    with as_on_a_gpu(capability):  # an adapter's schedule is known when the step is traced
+        compiled = compile_for_gpu(
+            lambda params, state: step(params, state, limit=8),
+            params,
+            state,
+            compute_capability=capability,
+            donate_argnums=1,
+        )
     cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.states["attention"]))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
+    if rank:
+        assert "decode_layers" in compiled.as_text() and memory.temp_size_in_bytes < 2e6
 
 
 # Q1_0 with a cache of bfloat16: an engine's dispatch below, and other GPUs.
@@ -72,6 +81,10 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
 )
 def test_decode_compiles_with_its_cache_aliased(source, cache_dtype):
     check_decode(source, (9, 0), cache_dtype)
+
+
+def test_decode_with_adapters_copies_none_of_them():
+    check_decode("synth:bonsai-8b:q1_0", (9, 0), rank=16)
 
 
 def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):

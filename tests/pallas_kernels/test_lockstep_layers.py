@@ -5,14 +5,16 @@ import itertools
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import GELU_TANH, SILU, attend, cache_layouts
-from pallas_kernels.gpu import lanes
+from pallas_kernels import GELU_TANH, SILU, LowRank, attend, cache_layouts
+from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul.bit_mma import byte_product
 from pallas_kernels.step import decode_layers, workspace
-from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step.inputs import StepChanges, StepInputs
+from pallas_kernels.step.low_rank_plan import NO_CHANGES, Change, Changes
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 from tests.pallas_kernels.test_activations import DEFINITIONS
@@ -34,25 +36,31 @@ def rounded(x):
     return ((np.asarray(x, np.float32).view(np.int32) + 2) & ~3).view(np.float32).astype(np.float64)
 
 
-def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, eps, interleaved, hidden):
-    """The layers in float64, but attention, which is its definition."""
+def composed(
+    x, w, norms, head_norms, bias, cache, positions, rotation, bits, eps, interleaved, hidden, changed
+):
+    """The layers in float64, but attention, which is its definition. changed(matrix, layer, input) is added
+    to its output."""
     k_pages, v_pages, table = cache
     for layer in range(len(norms[0])):
 
-        def normed(x, gamma, seen, weights, layer=layer):
+        def normed(x, gamma, seen, names, layer=layer):
             norm = 1 / np.sqrt((seen**2).mean(-1, keepdims=True) + eps)
-            return [norm * quantized(seen * gamma[layer], bits) @ m[layer].T for m in weights]
+            integers, exact = quantized(seen * gamma[layer], bits), norm * x * gamma[layer]
+            return [norm * integers @ w[name][layer].T + changed(name, layer, exact) for name in names]
 
-        (qkv,) = normed(x, norms[0], rounded(x), [w["qkv"]])
+        (qkv,) = normed(x, norms[0], rounded(x), ["qkv"])
         qkv = qkv if bias is None else qkv + bias[layer]
         out, k_pages, v_pages, _ = attend_jit(
             np.float32(rounded(qkv)[:, None]), k_pages, v_pages, table, positions[:, None],
             layer, rotation=rotation, interleaved=interleaved, eps=eps, norms=head_norms,
             num_keys=int(positions.max()) + 1,
         )  # fmt: skip
-        x = x + quantized(rounded(np.asarray(out)[:, 0]), bits) @ w["o"][layer].T
-        gate, up = normed(x, norms[1], rounded(x), [w["gate"], w["up"]])
-        x = x + quantized(rounded(hidden(gate, up)), bits) @ w["down"][layer].T
+        out = np.asarray(out)[:, 0]
+        x = x + quantized(rounded(out), bits) @ w["o"][layer].T + changed("o", layer, out)
+        gate, up = normed(x, norms[1], rounded(x), ["gate", "up"])
+        h = hidden(gate, up)
+        x = x + quantized(rounded(h), bits) @ w["down"][layer].T + changed("down", layer, h)
     return x, k_pages, v_pages
 
 
@@ -89,10 +97,37 @@ def test_a_layer_s_code_stays_small(sizes, rows):
         assert p.together * p.matrices * p.per_warp * 2 * eights <= 24
 
 
-def both(case, first=None):
+def changes_of(sizes, parts, ranks, layers, dtype, adapters=None):
+    """Random changes of matrices by their names, with those of q, k and v beside qkv: StepChanges, and what
+    they add to a matrix's output."""
+    rng, scale, made = np.random.default_rng(len(ranks)), 0.5, dict.fromkeys(sizes, ())
+    stacked = () if adapters is None else (adapters,)
+    for name, rank in ranks.items():
+        matrix, start, rows = parts.get(name, (name, 0, sizes.get(name, (0,))[0]))
+        columns = sizes[matrix][1]
+        draw = lambda *shape, std: np.asarray(  # noqa: E731
+            jnp.asarray(std * rng.standard_normal((layers, *stacked, *shape)), dtype)
+        )
+        a, b = draw(rank, columns, std=columns**-0.5), draw(rows, rank, std=rank**-0.5)
+        made[matrix] += (LowRank(a, b, scale * (1 + len(name)), start),)
+    chosen = None if adapters is None else np.array([adapters - 1], np.int32)
+
+    def changed(matrix, layer, x):
+        y = np.zeros((len(x), sizes[matrix][0]))
+        for change in made[matrix]:
+            a, b = (np.asarray(part[layer], np.float64) for part in (change.a, change.b))
+            a, b = (a, b) if adapters is None else (a[-1], b[-1])
+            y[:, change.start : change.start + len(b)] += change.scale * x @ a.T @ b.T
+        return y
+
+    return StepChanges(tuple(made.values()), chosen), changed
+
+
+def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None):
     """(x, keys, values) by the kernel and by definition, and the page table.
 
-    first   in place of x[0, 0]
+    first     in place of x[0, 0]
+    ranks     by matrices that have a low-rank change, of which each is the last of so many `adapters`
     """
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
     D, eps, B = 64, 1e-6, len(lengths)
@@ -120,30 +155,39 @@ def both(case, first=None):
     angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
     rotation, x = (np.cos(angle), np.sin(angle)), draw(B, hidden)
     x[0, 0] = x[0, 0] if first is None else first
+    changes, changed = None, lambda matrix, layer, x: 0.0
+    if ranks:
+        starts = {"q": ("qkv", 0, H * D), "k": ("qkv", H * D, Hkv * D), "v": ("qkv", (H + Hkv) * D, Hkv * D)}
+        changes, changed = changes_of(sizes, starts, ranks, L, dtype, adapters)
     want = composed(
         x.astype(np.float64), dense, norms, head_norms, bias, (k_pages, v_pages, table),
         positions, rotation, bits, eps, interleaved, DEFINITIONS[activation],
+        changed,
     )  # fmt: skip
     shapes = decode_layers.Shapes(
-        B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps, activation=activation
-    )
+        B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps, activation=activation,
+        changes=changes.sizes if ranks else NO_CHANGES,
+    )  # fmt: skip
     assert shapes.refuses() is None
     with lockstep():
         inputs = StepInputs(
             *norms, bias, head_norms if normed else None, tuple(r[:, 0] for r in rotation), k_pages, v_pages,
             table, positions,
         )  # fmt: skip
-        got = decode_layers.decode_layers(x, tiled, inputs, shapes=shapes, interleaved=interleaved)
+        got = decode_layers.decode_layers(x, tiled, inputs, changes, shapes=shapes, interleaved=interleaved)
     return got, want, table
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_all_layers_in_lockstep_are_their_definitions(case):
-    lengths, bits = case[6:8]
     # Three warps have two places for keys, as some have in a real shape.
     slots = mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
     with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
-        got, want, table = both(case)
+        compare(case, *both(case))
+
+
+def compare(case, got, want, table):
+    lengths, bits = case[6:8]
     # Parts in a million where every code is the same, but now and then one of 8 bits falls to the other side
     # of .5, and all behind it differs by about 1 / 127 of a column. With 16 bits, attention is what differs:
     # its operands have 16 bits of mantissa.
@@ -157,6 +201,70 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
                 assert np.linalg.norm(a[new] - b[new]) < 2e-2 * np.linalg.norm(b[new])
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
+
+
+ALL = dict.fromkeys(("q", "k", "v", "o", "gate", "up", "down"), 16)
+ADAPTED = [
+    # layers, hidden, ffn, heads, KV heads, blocks, lengths, bits, bias, normed, interleaved, layout
+    ((3, 256, 512, 4, 2, 4, [5], 8, False, True, False, "float16"), ALL, jnp.float32, None),
+    ((3, 256, 640, 4, 2, 8, [300], 16, True, True, False, "float32"), ALL, jnp.bfloat16, None),
+    # Blocks without a tile, blocks with rows of q and k, or of k and v; several adapters.
+    ((2, 384, 384, 4, 4, 40, [257], 16, False, True, False, "float32"), ALL, jnp.float16, 3),
+    ((2, 384, 640, 6, 2, 9, [300], 16, True, True, False, "float32"), ALL, jnp.float32, 2),
+    # Other ranks, and matrices without a change.
+    ((2, 384, 640, 6, 2, 9, [300], 16, True, True, False, "float32"), {"q": 8, "v": 24}, jnp.float32, None),
+    (
+        (2, 384, 1280, 4, 2, 7, [-1], 16, True, True, False, "float32"),
+        {"k": 4, "v": 12, "o": 32, "up": 20, "down": 4}, jnp.float32, None,
+    ),
+    (
+        (2, 256, 640, 4, 2, 8, [130], 16, True, True, False, "float32"),
+        ALL | {"q": 64, "o": 64}, jnp.bfloat16, None,
+    ),
+    ((3, 256, 640, 4, 2, 8, [20], 16, True, True, False, "float32"), {"v": 8, "gate": 16}, jnp.bfloat16, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
+@pytest.mark.parametrize(("case", "ranks", "dtype", "adapters"), ADAPTED, ids=str)
+def test_with_low_rank_changes_too(case, ranks, dtype, adapters, late, monkeypatch):
+    """late: sums of A x come only after they were asked for."""
+    if late:
+        load = memory.load_early
+        nothing = lambda ref, reads: [word & 0 for word in load(ref, reads)]  # noqa: E731
+        monkeypatch.setattr(memory, "load_early", nothing)
+    got, want, table = both(case, None, ranks, dtype, adapters)
+    compare(case, got, want, table)
+    without, *_ = both(case)
+    assert np.linalg.norm(got[0] - without[0]) > 0.05 * np.linalg.norm(without[0])
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes", "reason"),
+    [
+        (2, [Change(0, 256, 16, 1.0, "float32")], "with an adapter it is for one row; there are 2"),
+        (1, [Change(0, 256, 6, 1.0, "float32")], "rank is 6; the kernel has multiples of 4 up to 32"),
+        (1, [Change(0, 256, 36, 1.0, "float32")], "rank is 36; the kernel has multiples of 4 up to 32"),
+        (1, [Change(0, 256, 68, 1.0, "float16")], "rank is 68; the kernel has multiples of 4 up to 64"),
+        (
+            1,
+            [Change(0, 128, 8, 1.0, "float32"), Change(128, 128, 8, 1.0, "bfloat16")],
+            "is bfloat16 and float32; the kernel has one of float32, bfloat16, float16",
+        ),
+        (1, [Change(0, 256, 8, 1.0, "float64")], "is float64; the kernel has one of"),
+        (1, [Change(0, 128, 4, 1.0, "float16"), Change(128, 128, 32, 0.5, "float16")], None),
+    ],
+)
+def test_changes_that_the_launch_does_not_have_are_refused(rows, changes, reason):
+    beside = Changes((tuple(changes), (), (), (), ()))
+    refused = decode_layers.Shapes(rows, 256, 512, 4, 2, 64, blocks=4, changes=beside).refuses()
+    assert refused is None if reason is None else reason in refused
+
+
+def test_changes_are_refused_where_two_teams_for_attention_share_a_block():
+    sizes, changes = (1, 256, 256, 4, 4, 64), Changes(((), (), (), (), (Change(0, 256, 8, 1.0, "float32"),)))
+    assert decode_layers.Shapes(*sizes, blocks=3).refuses() is None
+    assert "4 share 3" in decode_layers.Shapes(*sizes, blocks=3, changes=changes).refuses()
 
 
 def test_what_is_left_to_chance_is_an_error():

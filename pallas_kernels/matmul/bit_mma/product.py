@@ -249,13 +249,14 @@ class Product(abc.ABC):
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, x_row))
         return out
 
-    def finish(self, scratch_smem, outputs: list, store: Callable, norms=None):
+    def finish(self, scratch_smem, outputs: list, store: Callable, norms=None, changed=None):
         """After a block barrier: call store(i, row, n, y) for each of `outputs`; norms: 1 / rms of each, if
-        already known."""
+        already known; changed(i, n, sums of each matrix): sums that take their place."""
         for i, (valid, u, row, inside, n, x_row) in enumerate(outputs):
             with lanes.when(valid):
                 places = [self.place(u, m, row) + inside for m in range(self.matrices)]
                 y = [self._over_warps(scratch_smem, at, 16) for at in places]
+                y = y if changed is None else changed(i, n, y)
                 norm = norms[i] if norms else self.norm(scratch_smem, x_row)
                 store(i, x_row, n, epilogue.output(y, norm, self.activation))
 

@@ -217,11 +217,12 @@ class Machine:
     def load_pointed(self, pointer: Value, behind: int, count: int, type: Type, relaxed=False) -> list:
         out = np.zeros((len(self.all), count), NUMPY[type.element])
         for mask, ref, at in self.pointed(pointer, behind):
-            assert (at % count == 0).all(), "not aligned"
+            elements = count * out.itemsize // ref.cells.itemsize
+            assert (at % elements == 0).all(), "not aligned"
             with self.masked(mask):
                 if relaxed:
                     self._receive(ref, at[:, None] + np.arange(count))
-                out[mask] = self.load_cells(ref, at, count).view(NUMPY[type.element])
+                out[mask] = self.load_cells(ref, at, elements).view(NUMPY[type.element])
         return [Value(out[:, i], type) for i in range(count)]
 
     # Words that say themselves when they are there: who reads one learns what its writer knew.

@@ -229,6 +229,11 @@ def _load_constants(machine, match, pointer):
     return machine.load_pointed(pointer, int(match[1]), 4, Type("f32"))
 
 
+@instruction(r"ld\.global\.nc(?:\.v(\d))?\.u32 \S+ \[\$\d\+(\d+)\]")
+def _load_unchanging(machine, match, pointer):
+    return machine.load_pointed(pointer, int(match[2]), int(match[1] or 1), Type("i32"))
+
+
 @instruction(r"ld\.relaxed\.gpu\.global(?:\.v(\d))?\.(u32|f32) \S+ \[\$\d(?:\+(\d+))?\]")
 def _load_relaxed(machine, match, pointer):
     type = Type({"u32": "i32", "f32": "f32"}[match[2]])
@@ -250,9 +255,9 @@ def _store_relaxed(machine, match, pointer, *words):
     machine.send(pointer, *words)
 
 
-@instruction(r"prefetch\.global\.L2 \[\$0\]")
+@instruction(r"prefetch\.global\.L2 \[\$0(?:\+(\d+))?\]")
 def _prefetch(machine, match, pointer):
-    for _, ref, at in machine.pointed(pointer):
+    for _, ref, at in machine.pointed(pointer, int(match[1] or 0)):
         assert (at < ref.cells.size).all()
 
 
