@@ -35,7 +35,7 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
     assert 0 < kl < limit
 
 
-@pytest.mark.parametrize("format", ["q4_k_m", "q2_k", "q3_k", "iq4_xs"])
+@pytest.mark.parametrize("format", ["q1_0", "q4_k_m", "q2_k", "q3_k", "iq4_xs"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
     """But for 22 bits of mantissa between blocks, and integers that fall to the other side of .5 for it."""

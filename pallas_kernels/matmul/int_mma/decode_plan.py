@@ -1,5 +1,5 @@
 """How the blocks of an integer product (decode.py) share its tiles, and what of it lies where in shared
-memory."""
+memory. Tiles of 1 bit are shared alike (decode_planes.py)."""
 
 import dataclasses
 import math
@@ -13,6 +13,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
+PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
 class Part(NamedTuple):
@@ -203,6 +204,8 @@ def stat_words(format_lanes: Lanes, activation_bits: int) -> int:
 
 def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> int:
     """Shared memory for `stat_words` of each group of each row of activations."""
+    if formats.family(format) == "bit":
+        return steps * padded * PLANE_STATS
     format_lanes = formats.get(format).LANES
     return (
         steps
