@@ -157,11 +157,12 @@ def at_byte(base, item, item_bytes: int, offset):
     return base + long(item) * item_bytes + long(offset)
 
 
-def copy_async(shared, source, count: int, at: int = 0):
-    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`; 16 go
-    past the multiprocessor's own cache, which has room for few lines on their way."""
-    cache = "cg" if count == 16 else "ca"
-    text = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{at}], {count};"
+def copy_async(shared, source, count: int, at: int = 0, source_at: int | None = None):
+    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`, or the
+    source plus `source_at`; 16 go past the multiprocessor's own cache, which has room for few lines on their
+    way."""
+    cache, source_at = "cg" if count == 16 else "ca", at if source_at is None else source_at
+    text = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{source_at}], {count};"
     lanes.ptx(None, [shared, source], text, "r,l,~{memory}", effects=True)
 
 

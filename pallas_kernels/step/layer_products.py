@@ -1,5 +1,5 @@
 """All products between what mixes tokens in a layer, attention or a delta net, and that of the next in one
-launch, a block on each multiprocessor, for weights of 2 to 8 bits.
+launch, a block on each multiprocessor, for weights of 1 to 8 bits.
 
     mixed -> [o, + x] -> x -> [norm, gate, up, activation] -> [down, + x] -> x -> [norm, next q, k, v]
 
@@ -9,8 +9,9 @@ next one starts. Here a warp's ring runs on from phase to phase (decode_ring.py)
 while activations go from block to block (gpu/exchange.py). Every block reads all of them at once, and waits,
 so their bytes count: where all parts of what follows want the same integers, the block that made them rounds
 them, and 8 are passed on in 16 bytes. Otherwise, and where weights are folded and each block rotates for
-itself, they travel as float32 with 22 bits of mantissa. The residual stream stays exact with the block that
-adds to it, which has the same outputs of o and of down.
+itself, or are of 1 bit and each block makes planes (decode_planes.py), they travel as float32 with 22 bits of
+mantissa. The residual stream stays exact with the block that adds to it, which has the same outputs of o and
+of down.
 
 Where norms follow o and down, x + norm(y) needs all of y. Every block reads y, so each makes the sum for
 itself before it rounds it (activations_summed.py, layer_products_stream.py):

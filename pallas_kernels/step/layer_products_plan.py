@@ -18,8 +18,9 @@ from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
 from pallas_kernels.tiles import TILE_COLUMNS
 
-# Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
-DEPTH = 2
+# Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md). 1-bit weights have
+# small slots, so more of them: as many bytes as two of Q3_K. No GPU has chosen that number yet.
+DEPTH, DEPTH_OF_1_BIT = 2, 5
 Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
 
 
@@ -60,6 +61,8 @@ def plan(
         for phase, parts in zip(phases, placed, strict=True)
         for part in parts
     )
+    families = {formats.family(format) for phase in phases for format in phase.formats}
+    most_slots = DEPTH_OF_1_BIT if families == {"bit"} else DEPTH
     best = None
     for warps in (16, 12, 8):
         sizes = [
@@ -76,7 +79,7 @@ def plan(
             taken += [4 * rows * hidden, 4 * rows * warps]
         left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
-        depth = min(DEPTH, left // (warps * slot_bytes))
+        depth = min(most_slots, left // (warps * slot_bytes))
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
             steps = phase.columns // TILE_COLUMNS

@@ -103,7 +103,9 @@ def rounded_vectors(
 
 def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
     """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
-    what follows have the same groups."""
+    what follows have the same groups. For 1-bit weights these are 128 columns, more than most blocks make."""
+    if any(formats.family(w.format) == "bit" for w in leaves(users)):
+        return False
     tiles = [-(-maker.shape[0] // TILE_ROWS) for maker in makers]
     block_tiles = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [

@@ -35,7 +35,7 @@ def loaded(plan: LoadPlan) -> Params:
     [
         ("synth:bonsai-2-27b:ptq1_0", ["layer_products", "launches"]),  # two rows: 34 chunks to rotate
         ("synth:bonsai-27b:q4_k", ["layer_products", "layer_products"]),
-        ("synth:bonsai-27b:q1_0", ["launches", "launches"]),
+        ("synth:bonsai-27b:q1_0", ["layer_products", "layer_products"]),
     ],
 )
 def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeypatch):
@@ -86,7 +86,7 @@ def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch)
     )
     assert schedules(4, 5, 8, 9) == ["one_launch", "launches", "launches", "layer_gemms"]
     monkeypatch.setattr(decode_layers.Shapes, "refuses", room)
-    assert schedules(1, 2, activation_bits=16) == ["one_launch", "launches"]
+    assert schedules(1, 2, 3, activation_bits=16) == ["one_launch", "layer_products", "launches"]
 
 
 def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):

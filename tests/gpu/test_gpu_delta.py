@@ -105,8 +105,19 @@ def folded(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_step_of_two_launches_a_layer_is_that_of_launches(folded, rows):
     """Both kinds of layers, folded: but for 22 bits of mantissa between blocks."""
+    check_two_launches_a_layer(folded, rows)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_of_1_bit_by_two_launches_a_layer_is_that_of_launches(rows):
+    """The same, not folded."""
+    load = lambda **options: bj.load("synth:tiny-qwen35:q1_0", bj.RunConfig(**options))  # noqa: E731
+    check_two_launches_a_layer(load, rows)
+
+
+def check_two_launches_a_layer(load, rows):
     ids = np.random.default_rng(7).integers(0, 256, (rows, 8))
-    kl = kl_of_schedules(folded, "layer_products", ids)[:, -1].max()
+    kl = kl_of_schedules(load, "layer_products", ids)[:, -1].max()
     print(f"{rows} rows: KL {kl:.1e}")
     assert kl < 1e-6
 

@@ -61,7 +61,7 @@ def test_a_step_in_one_launch_with_an_adapter_is_that_of_launches(name, dtype, w
     assert kl < 1e-5
 
 
-@pytest.mark.parametrize("format", ["q4_k_m", "q2_k", "q3_k", "iq4_xs"])
+@pytest.mark.parametrize("format", ["q1_0", "q4_k_m", "q2_k", "q3_k", "iq4_xs"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
     """But for 22 bits of mantissa between blocks, and integers that fall to the other side of .5 for it."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device
+from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device, formats
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
@@ -266,7 +266,8 @@ def products_between(
     activation=SILU,
 ):  # fmt: skip
     """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
-    parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be."""
+    parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be. For
+    1-bit weights it may not; all or none of these are of 1 bit."""
     sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
     weights = tuple(
@@ -276,7 +277,7 @@ def products_between(
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
-    integers = rows == 1 and bits == 8 and not folded
+    integers = rows == 1 and bits == 8 and not folded and formats.family(o) == "int"
     rounded = integers and not post_norms, integers, False
     f = functools.partial(
         layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded,

@@ -183,6 +183,13 @@ HOT_ON_HOPPER = {
     "products between, folded, 27B": lambda: products_between(
         *["pq2_0"] * 3, [("pq2_0", 16384)], width=6144, hidden=5120, ffn=17408, folded=True
     ),
+    **{
+        f"products between, 1 bit, 27B{also}": functools.partial(
+            products_between, *["q1_0"] * 3, [("q1_0", 16384)], width=6144, hidden=5120, ffn=17408, **options
+        )
+        for also, options in (("", {}), (", 2 rows", {"rows": 2}), (", 16 bits", {"bits": 16}))
+    },
+    "products between, 1 bit, 8B": lambda: products_between(*["q1_0"] * 3, [("q1_0", 6144)]),
     "products between, the last": lambda: products_between(*MIXED[:3], None),
     "products between, 2 rows": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], rows=2),
     **{
@@ -283,6 +290,7 @@ KERNELS += [for_target((9, 0), kernel, slow=kernel in SLOW) for kernel in HOT_ON
 KERNELS += [for_target(capability, kernel) for kernel in OF_EACH_KIND for capability in OTHERS]
 KERNELS += [for_target(capability, "one launch, 1.7B") for capability in [(10, 0), (12, 0)]]
 KERNELS += [for_target((10, 0), "one launch, 8B"), for_target((8, 0), "products between, q2_k")]
+KERNELS += [for_target((8, 0), "products between, 1 bit, 8B")]
 
 
 def compile_kernel(kernel, capability):

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import GELU_TANH, SILU, QTensor, Rotation, device
+from pallas_kernels.matmul.bit_mma import decode as bit_decode
+from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.qtensor import LayerStack, Products, Rows
@@ -28,6 +30,8 @@ CASES = [
     (3, 512, 512, 256, "q6_k", "q2_k", "q4_k", [("q4_k", 96)], 4, 16),
     (1, 1024, 2304, 768, "pq2_0", "ptq1_0", "pq2_0", [("pq2_0", 320), ("q8_0", 64)], 7, 8, (3, 2)),
     (2, 512, 1024, 512, "pq2_0", "pq2_0", "ptq1_0", None, 5, 8, None),
+    (1, 512, 1024, 256, "q1_0", "q1_0", "q1_0", [("q1_0", 320)], 7, 8),
+    (1, 512, 768, 512, "q4_k", "q1_0", "q6_k", [("q1_0", 256), ("q8_0", 64)], 9, 8),
 ]  # fmt: skip
 
 
@@ -116,6 +120,55 @@ def test_products_in_one_launch_are_those_of_launches(case):
             same(got[1], alone(3, sent[2](x)))
 
 
+# rows, hidden, ffn, width of q; rows of the next q, k, v; blocks, bits
+OF_1_BIT = [
+    (1, 512, 1024, 256, 320, 7, 8),
+    (1, 256, 4608, 512, 96, 33, 8),  # two steps of a warp
+    (1, 256, 512, 768, None, 40, 8),  # blocks without a tile, the last layer
+    (2, 512, 1024, 512, 256, 8, 8),
+    (3, 512, 768, 256, 64, 5, 8),  # of four columns one is nobody's
+    (1, 512, 512, 256, 64, 6, 16),
+]
+
+
+@pytest.mark.parametrize("case", OF_1_BIT, ids=str)
+def test_products_of_1_bit_are_those_of_their_own_launches(case):
+    """Of bit_decode_b1, whose sums have another order, so that their last bits differ. A number that were
+    rounded to its neighbour for that would be seen, as 1e-4; these inputs have none."""
+    rows, hidden, ffn, width, qkv, blocks, bits = case
+    rng = np.random.default_rng(hidden + ffn + rows)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    shapes = [[(hidden, width)], [(ffn, hidden)] * 2, [(hidden, ffn)], [(qkv, hidden)]][: 4 if qkv else 3]
+    weights = [
+        tuple(drawn("q1_0", (1, *shape), seed=i + 10 * m).tiled.fields for m, shape in enumerate(matrices))
+        for i, matrices in enumerate(shapes)
+    ]
+    norms = [None, 1 + 0.1 * draw(1, hidden), None, 1 + 0.1 * draw(1, hidden)][: len(weights)]
+    attended, x = draw(rows, width), draw(rows, hidden)
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
+    words = np.zeros(layer_products.workspace_words(rows, hidden, ffn), np.int32)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        got = layer_products.layer_products(
+            attended, x, tuple((matrices,) for matrices in weights), tuple(norms), np.array([4], np.int32),
+            words, formats_of=(("q1_0",),) * len(weights), eps=EPS, bits=bits,
+        )  # fmt: skip
+
+        def alone(number, x, residual=None):
+            matrices = tuple((fields["words"], fields["scales"]) for fields in weights[number])
+            return np.asarray(
+                bit_decode.bit_decode(
+                    x, matrices, np.zeros(2, np.int32), norms[number], residual, kernel=RowByRow, eps=EPS,
+                    bits=bits,
+                )
+            )  # fmt: skip
+
+        x = alone(0, attended, x)
+        x = alone(2, sent_word(alone(1, sent_word(x))), x)
+        near(got[0], x, 1e-5)
+        if qkv:
+            near(got[1], alone(3, sent_word(x)), 1e-5)
+
+
 # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits, and
 # whether norms come before products too, and layers' outputs are scaled
 NORMED_AFTER = [
@@ -126,6 +179,7 @@ NORMED_AFTER = [
     (3, 512, 512, 256, "q6_k", "q3_k", "q5_0", [("q8_0", 96)], 4, 16, True, False),
     (1, 512, 512, 256, "q4_k", "iq4_xs", "q8_0", [("q4_k", 128)], 7, 8, False, False),
     (2, 256, 512, 512, "q3_k", "q4_k", "q4_k", None, 6, 8, False, False),
+    (1, 512, 512, 256, "q1_0", "q1_0", "q1_0", [("q1_0", 64)], 5, 8, True, False),
 ]  # fmt: skip
 
 
@@ -200,3 +254,5 @@ def test_a_vector_is_passed_on_alike_in_all_layers():
         assert of_kinds([attention, delta], [delta, attention]) == (True, True, True)
         assert of_kinds([attention, apart], [delta, attention]) == (False, True, True)
         assert of_kinds([attention, delta], [delta, apart]) == (True, True, False)
+        of_1_bit = stack([("q1_0", 256, 512)], None, 8)
+        assert of_kinds([attention, of_1_bit], [delta, of_1_bit]) == (True, True, False)

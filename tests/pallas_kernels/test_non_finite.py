@@ -86,10 +86,14 @@ def test_1_bit_products_on_a_gpu(kernel, rows, bits, normed, monkeypatch):
         check(product, rows, 384, bad)
 
 
+INT_KERNELS = [("q4_k", 1), ("q6_k", 3), ("q2_k", 9), ("q8_0", 2)]
+INT_KERNELS += [("q1_0", 1), ("q1_0", 3)]  # as in layer_products
+
+
 @WARNINGS
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize(("format", "rows"), [("q4_k", 1), ("q6_k", 3), ("q2_k", 9), ("q8_0", 2)])
+@pytest.mark.parametrize(("format", "rows"), INT_KERNELS)
 def test_integer_products_on_a_gpu(format, rows, bits, normed):
     fields = (drawn(format, (1, 32, 512)).tiled.fields,)
     gamma = np.ones((1, 512), np.float32) if normed else None

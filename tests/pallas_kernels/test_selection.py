@@ -273,7 +273,8 @@ def test_a_step_that_the_launch_was_not_written_for_is_refused_by_construction(c
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert choose(STEP) == "one_launch"
     problem = dataclasses.replace(STEP, **change)
-    assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms")
+    few = "launches" if problem.layers is None or problem.split or problem.folded else "layer_products"
+    assert choose(problem) == (few if problem.rows < 9 else "layer_gemms")
     with pytest.raises(
         NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}.*What can: la"
     ):
@@ -287,7 +288,7 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"layers": (layer_of(["q4_k"] * 4 + ["q1_0"]),)}, "not all layers' weights have 2 to 8 bits: q1_0"),
+        ({"layers": (layer_of(["q4_k"] * 4 + ["bf16"]),)}, "not all layers' weights have 1 to 8 bits: bf16"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
         ({"split": True}, "devices that share weights must add their parts"),
@@ -295,6 +296,7 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
         ({"hidden": 896}, "hidden is 896 wide, no multiple of 256"),
         ({"widths": (4096, 4096, 896)}, "q is 896 wide, no multiple of 256"),
         ({"folded": True}, "blocks do not rotate 4096 inputs of q6_k, rows: 1"),
+        ({"folded": True, "layers": Q1_LAYERS}, "blocks do not rotate 4096 inputs of q1_0, rows: 1"),
         ({"folded": True, "post_norms": True}, "which blocks that rotate activations do not have"),
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
     ],
@@ -496,7 +498,7 @@ def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     assert selection.schedules(KQ_STEP) == ((2, "layer_products"), (8, "launches"), (256, "layer_gemms"))
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
-    with pytest.raises(NotImplementedError, match=r"schedule='layer_products' cannot run .*q1_0"):
-        selection.schedules(STEP, "layer_products")
+    assert selection.schedules(STEP, "layer_products") == ((2, "layer_products"),)
+    assert selection.schedules(dataclasses.replace(STEP, plain=False)) == ((2, "layer_products"),)
     with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run .*bulk copies"):
         selection.schedules(dataclasses.replace(STEP, platform="sm_80"), "one_launch")

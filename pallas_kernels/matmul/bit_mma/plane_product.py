@@ -216,18 +216,7 @@ class PlaneProduct(Product):
             top = select(highest, -top, top)
             low_high = [[[c[2 * r + i] for c in counts] for i in (0, 1)] for r in (0, 1)]
             return (real(in_powers_of_two([*low, *high[:-1]]) + high[-1] * top) for low, high in low_high)
-        if self.bits == PLANES:
-            # Counts start so that their sum is the last bits of a float: no conversion, which would run at a
-            # quarter of the speed.
-            second, start = select(highest, -2, 2), select(highest, -SUM_WORD % 2**32, SUM_WORD // 3)
-            c = tensor_cores.count_common_bits(a0, a1, planes[0], start)
-            return [as_real(c[2 * r] + c[2 * r + 1] * second) - SUM for r in (0, 1)]
-        counted = [integer(0)] * 2
-        for byte, plane in enumerate(planes):
-            c = tensor_cores.count_common_bits(a0, a1, plane)
-            second = select(highest, -2, 2) if byte == len(planes) - 1 else 2
-            counted = [n + (c[2 * r] + c[2 * r + 1] * second << 8 * byte) for r, n in enumerate(counted)]
-        return [real(n) for n in counted]
+        return counts_of_row(highest, a0, a1, planes)
 
     def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
         # Lanes of a row beyond the last have the last one's sums, and store them once more: behind a
@@ -241,6 +230,27 @@ class PlaneProduct(Product):
             at = row * self.row_sums + self.place(u, m, 0) + inside
             for r, v in enumerate(sums):
                 memory.store(v, scratch_smem, at + 8 * r)
+
+
+def counts_of_row(highest, a0, a1, planes: list) -> list:
+    """A lane's share of sum_p 2^p popcount(a & b_p) of rows g and g + 8, as float32, where all 8 columns are
+    one row's: that of its two planes, over 2^p of the first of them.
+
+    highest  whether they are the last, of which the second is negative
+    planes   the lane's word of each 8 planes, the lowest first
+    """
+    if len(planes) == 1:
+        # Counts start so that their sum is the last bits of a float: no conversion, which would run at a
+        # quarter of the speed.
+        second, start = select(highest, -2, 2), select(highest, -SUM_WORD % 2**32, SUM_WORD // 3)
+        c = tensor_cores.count_common_bits(a0, a1, planes[0], start)
+        return [as_real(c[2 * r] + c[2 * r + 1] * second) - SUM for r in (0, 1)]
+    counted = [integer(0)] * 2
+    for byte, plane in enumerate(planes):
+        c = tensor_cores.count_common_bits(a0, a1, plane)
+        second = select(highest, -2, 2) if byte == len(planes) - 1 else 2
+        counted = [n + (c[2 * r] + c[2 * r + 1] * second << 8 * byte) for r, n in enumerate(counted)]
+    return [real(n) for n in counted]
 
 
 def over_lanes(t, shares: list, count: int) -> list:

@@ -115,9 +115,6 @@ class WarpActivations(NamedTuple):
 
     def store_pass(self, squares, s, passes, q, stats) -> list:
         """Quantize the pass at step s, as `load` returns it; returns `squares` and its own added."""
-        lane, group, sizes = as_value(self.lane), self.format_lanes.activation_group, self.sizes
-        stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
-        groups = sizes.steps * TILE_COLUMNS // group
         step, x, gammas = passes
         for u in range(self.at_once):
             for row in range(self.sizes.rows):
@@ -131,18 +128,29 @@ class WarpActivations(NamedTuple):
                     if gammas:
                         squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
                         v = [a * b for a, b in zip(v, gammas[u], strict=True)]
-                    words, group_stats = _quantize(v, self.format_lanes, self.sizes.bits)
-                at = q + step[u] * TILE_COLUMNS + lane * 8 + row * self.sizes.row_bytes
-                for digit, pair in enumerate(words):
-                    memory.store_shared(pair, at, digit * self.sizes.padded * self.sizes.row_bytes)
-                chunk, inside = divmod(row, self.sizes.width)
-                with lanes.when(lane % (group // 8) == 0):
-                    at_group = step[u] * (TILE_COLUMNS // group) + lane // (group // 8)
-                    at = stats + at_group * (self.sizes.width * 4 * stat_words)
-                    at = at + (chunk * groups * self.sizes.width + inside) * 4 * stat_words
-                    padding = group_stats[:1] * (len(group_stats) == 3)
-                    memory.store_shared(group_stats + padding, at)
+                    words, group_stats = self.quantized(v)
+                self.store_step(step[u], row, words, group_stats, q, stats)
         return squares
+
+    def quantized(self, x: list) -> tuple[list, list]:
+        """Words and stats of this lane's 8 columns."""
+        return _quantize(x, self.format_lanes, self.sizes.bits)
+
+    def store_step(self, step, row: int, words: list, group_stats: list, q, stats):
+        """Store what `quantized` made of a row's step."""
+        lane, group, sizes = as_value(self.lane), self.format_lanes.activation_group, self.sizes
+        stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
+        groups = sizes.steps * TILE_COLUMNS // group
+        at = q + step * TILE_COLUMNS + lane * 8 + row * sizes.row_bytes
+        for digit, pair in enumerate(words):
+            memory.store_shared(pair, at, digit * sizes.padded * sizes.row_bytes)
+        chunk, inside = divmod(row, sizes.width)
+        with lanes.when(lane % (group // 8) == 0):
+            at_group = step * (TILE_COLUMNS // group) + lane // (group // 8)
+            at = stats + at_group * (sizes.width * 4 * stat_words)
+            at = at + (chunk * groups * sizes.width + inside) * 4 * stat_words
+            padding = group_stats[:1] * (len(group_stats) == 3)
+            memory.store_shared(group_stats + padding, at)
 
     def barrier(self):
         """Behind it `store` is seen by those that multiply."""

@@ -57,6 +57,8 @@ MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two ro
 
 def rotates(format: str, columns: int, rows: int) -> bool:
     """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
+    if formats.family(format) != "int":
+        return False
     format_lanes = formats.get(format).LANES
     alike = (
         columns % TILE_COLUMNS == 0

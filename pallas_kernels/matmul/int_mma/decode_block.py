@@ -15,6 +15,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.int_mma.activations_summed import PostNorm, SummedActivations
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
+from pallas_kernels.matmul.int_mma.decode_planes import PlaneActivations, PlaneColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
 from pallas_kernels.tiles import TILE_ROWS
@@ -52,7 +53,8 @@ class Block:
         rounded=False, rotation=None, post_norm: PostNorm | None = None,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
-        self.format_lanes, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
+        self.format_lanes, warp_activations, self.lane_columns = _arithmetic(self.part.format)
+        self.normed = gamma_gmem is not None
         self.store, self.residual, self.prefetch = store, residual, prefetch
         self.q_smem, self.stats_smem = q_smem, stats_smem
         self.sums_smem, self.squares_smem = sums_smem, squares_smem
@@ -67,7 +69,7 @@ class Block:
             )  # fmt: skip
             self.activations = RotatedActivations(columns, sizes, self.format_lanes, self.warp, self.lane)
             return
-        own = WarpActivations(
+        own = warp_activations(
             load_x, rounded, None if rounded else gamma_gmem, norm_layer, share, sizes, self.format_lanes,
             self.lane,
         )  # fmt: skip
@@ -90,7 +92,7 @@ class Block:
                 place = self.warp + row * self.sizes.plan.warps
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
         self.activations.barrier()
-        columns = (WholeColumns if self.format_lanes.whole_scales else Columns)(self, q, stats)
+        columns = self.lane_columns(self, q, stats)
         together = self.sizes.plan.together
 
         def one_round(first, state):
@@ -120,7 +122,7 @@ class Block:
         self.run(first_pass, ring, ring.filled())
         memory.wait_copies(0)
 
-    def one_tile(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
+    def one_tile(self, ring: Ring, number: int, columns: Columns | PlaneColumns, place, state: list) -> list:
         """This warp's sums of a tile to shared memory, as number `place` of the round."""
         shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
         count = math.prod(shape)
@@ -128,9 +130,9 @@ class Block:
         def one_item(s, carry):
             state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
-            at_q, at_stats = columns.at_step(integer(s))
+            q, stats = columns.at_step(integer(s))
             for m in range(self.sizes.matrices):
-                columns.multiply(ring.words(self.part, m, at_slot), at_q, at_stats, y[m])
+                columns.multiply(ring.words(self.part, m, at_slot), q, stats, y[m])
             return [*ring.refilled(state, number), *_flat(y)]
 
         carry = lanes.loop(0, self.share.own_steps, 1, [*state, *[real(0)] * count], one_item)
@@ -138,7 +140,7 @@ class Block:
             self.store_sums(columns, y, index(place) * self.sizes.matrices + m)
         return carry[:-count]
 
-    def store_sums(self, columns: Columns, y: list, place):
+    def store_sums(self, columns: Columns | PlaneColumns, y: list, place):
         """y[chunk][rows g, g + 8][results], whose slots are added up."""
         width = self.sizes.width
         for chunk, rows in enumerate(y):
@@ -204,6 +206,14 @@ class Block:
         else:
             with lanes.when(index(self.thread) < outputs):
                 one(index(self.thread), [])
+
+
+def _arithmetic(format: str) -> tuple[Any, type[WarpActivations], type[Columns] | type[PlaneColumns]]:
+    """The format's LANES (None for 1 bit), how a warp makes activations for it, and how a lane multiplies."""
+    if formats.family(format) == "bit":
+        return None, PlaneActivations, PlaneColumns
+    format_lanes = formats.get(format).LANES
+    return format_lanes, WarpActivations, WholeColumns if format_lanes.whole_scales else Columns
 
 
 def _flat(nested) -> list:

@@ -1,5 +1,5 @@
 """How the blocks of an integer product (decode.py) share its tiles, and what of it lies where in shared
-memory."""
+memory. Tiles of 1 bit are shared alike (decode_planes.py)."""
 
 import dataclasses
 import math
@@ -13,6 +13,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
+PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
 class Part(NamedTuple):
@@ -61,9 +62,8 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
     for format, (fields, *_) in zip(formats_of, parts, strict=True):
         names = tuple(sorted(fields))
         n_tiles = fields["words"].shape[1]
-        drafts.append(
-            Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
-        )
+        shapes = tuple(_tile_shape(fields[name].shape, fields["words"].shape[2]) for name in names)
+        drafts.append(Part(format, names, shapes, n_tiles, above, 0, 0, 0, 0))
         above += n_tiles
     sizes = [draft.item_bytes(1) for draft in drafts]
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
@@ -79,6 +79,13 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
         placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
         first += count
     return tuple(placed)
+
+
+def _tile_shape(shape: tuple[int, ...], steps: int) -> tuple[int, ...]:
+    """What a field of this shape, of a stack of so many times 256 columns, has for each tile. Of fewer
+    columns there may be several words."""
+    each = shape[2] // steps
+    return shape[3:] if each == 1 else (each, *shape[3:], 1)
 
 
 def together(placed: tuple[Part, ...], padded: int) -> int:
@@ -197,6 +204,8 @@ def stat_words(format_lanes: Lanes, activation_bits: int) -> int:
 
 def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> int:
     """Shared memory for `stat_words` of each group of each row of activations."""
+    if formats.family(format) == "bit":
+        return steps * padded * PLANE_STATS
     format_lanes = formats.get(format).LANES
     return (
         steps
@@ -212,7 +221,14 @@ def row_bytes(steps: int) -> int:
     return steps * TILE_COLUMNS + 32  # 32: neighbouring rows lie in other banks
 
 
+def lane_shape(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """What lanes have of a field of one tile: (V, 32 / n, w) for V vectors of w words that n neighbouring
+    lanes share. [32 / n, w] is one vector, [32 / n] one word."""
+    vectors, pieces, words = {3: shape, 2: (1, *shape), 1: (1, *shape, 1)}[len(shape)]
+    return vectors, pieces, words
+
+
 def lane_bytes(shape: tuple[int, ...]) -> int:
-    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32 / n, w] w words
-    that n neighbouring lanes share, [32 / n] one."""
-    return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
+    """Shared memory that a lane needs for a field of one tile."""
+    vectors, _, words = lane_shape(shape)
+    return 4 * vectors * words

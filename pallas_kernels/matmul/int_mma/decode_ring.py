@@ -8,7 +8,6 @@ A lane reads from a slot what it copied there itself, so nobody waits for anothe
 product to the next, whose first weights are there before its activations.
 """
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -68,13 +67,23 @@ class Stream(NamedTuple):
 
 
 class Field(NamedTuple):
-    """A field in a slot of the ring: from byte `at` on `vectors` times 32 lanes' pieces of `size` bytes.
-    shape: what a tile has of it."""
+    """A field in a slot of the ring, from byte `at` on: of each lane `vectors` times `size` bytes, each one
+    of so many different `pieces`. is_vectors: whether kernels want a list of vectors of it.
+
+    Vectors of 16 bytes lie beside those of other lanes, so that no bank is met twice. Where a lane's vectors
+    are 16 bytes together, they lie beside each other, and are loaded at once.
+    """
 
     at: int
-    size: int
     vectors: int
-    shape: tuple[int, ...]
+    pieces: int
+    size: int
+    is_vectors: bool
+
+    @property
+    def at_once(self) -> int:
+        """Vectors of a load."""
+        return self.vectors if self.vectors * self.size <= 16 else 1
 
 
 class Ring:
@@ -133,11 +142,13 @@ class Ring:
         """A lane's words of a matrix of an item by name, or vectors of four."""
         words = {}
         for name, field in _fields(part, m).items():
-            at = at_slot + self.lane * field.size
+            size = field.size * field.at_once
+            at = at_slot + self.lane * size
             loaded = [
-                memory.load_shared(field.size // 4, at, field.at + 512 * v) for v in range(field.vectors)
+                memory.load_shared(size // 4, at, field.at + 32 * size * v)
+                for v in range(field.vectors // field.at_once)
             ]
-            words[name] = loaded if len(field.shape) == 3 else loaded[0]
+            words[name] = loaded if field.is_vectors else loaded[0]
         return words
 
     def _copy(self, number: int, condition, tile, step, slot):
@@ -150,14 +161,13 @@ class Ring:
                 target = self.address + slot * self.slot_bytes
                 for m, fields in enumerate(stream.weight_gmem):
                     for name, field in _fields(part, m).items():
-                        whole = len(field.shape) == 3
-                        piece = self.lane if whole else self.lane // (32 // field.shape[0])
-                        start = memory.address(fields[name])
-                        item_bytes = 4 * math.prod(field.shape)
-                        source = memory.at_byte(start, item, item_bytes, piece * field.size)
-                        to = target + field.at + self.lane * field.size
+                        piece = self.lane if field.pieces == 32 else self.lane // (32 // field.pieces)
+                        start, piece_bytes = memory.address(fields[name]), field.pieces * field.size
+                        source = memory.at_byte(start, item, field.vectors * piece_bytes, piece * field.size)
+                        to = target + field.at + self.lane * (field.size * field.at_once)
+                        between = field.size if field.at_once > 1 else 32 * field.size
                         for v in range(field.vectors):
-                            memory.copy_async(to, source, field.size, at=512 * v)
+                            memory.copy_async(to, source, field.size, v * between, v * piece_bytes)
 
     def _from(self, number: int, phase=None) -> list:
         """The first product from `phase` on, one of `number` and later, of which this warp has something: its
@@ -177,7 +187,7 @@ def _fields(part: int_decode_plan.Part, m: int) -> dict[str, Field]:
     """Of matrix m in a slot."""
     fields, at = {}, m * part.item_bytes(1)
     for name, shape in zip(part.names, part.shapes, strict=True):
-        size = int_decode_plan.lane_bytes(shape)
-        fields[name] = Field(at, min(size, 16), max(1, size // 16), shape)
-        at += 32 * size
+        vectors, pieces, words = int_decode_plan.lane_shape(shape)
+        fields[name] = Field(at, vectors, pieces, 4 * words, len(shape) == 3)
+        at += 32 * int_decode_plan.lane_bytes(shape)
     return fields

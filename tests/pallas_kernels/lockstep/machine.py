@@ -263,11 +263,11 @@ class Machine:
         whole = Ref(self.shared.view(np.int32), (), "i32", 0, self.shared_words)
         self.store_cells(whole, at // 4, np.stack([self.of_active(word) for word in words], axis=1))
 
-    def copy_async(self, to: Value, source: Value, behind: int, size: int):
+    def copy_async(self, to: Value, to_behind: int, source: Value, behind: int, size: int):
         whole = Ref(self.shared.view(np.int32), (), "i32", 0, self.shared_words)
         for mask, ref, at in self.pointed(source, behind):
             with self.masked(mask):
-                to_word = (self.of_active(to).astype(np.int64) + behind) // 4
+                to_word = (self.of_active(to).astype(np.int64) + to_behind) // 4
                 count = size // ref.cells.itemsize
                 assert (at % count == 0).all() and (to_word % (size // 4) == 0).all(), "not aligned"
                 data = self.load_cells(ref, at, count).view(np.int32)

@@ -271,9 +271,9 @@ def _store_shared(machine, match, address, *words):
     machine.store_shared(address, int(match[1]), words)
 
 
-@instruction(r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+\d+\], (\d+)")
+@instruction(r"cp\.async\.c[ag]\.shared\.global \[\$0\+(\d+)\], \[\$1\+(\d+)\], (\d+)")
 def _copy_async(machine, match, to, source):
-    machine.copy_async(to, source, int(match[1]), int(match[2]))
+    machine.copy_async(to, int(match[1]), source, int(match[2]), int(match[3]))
 
 
 @instruction(r"cp\.async\.commit_group")
