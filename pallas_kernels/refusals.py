@@ -285,9 +285,7 @@ def _one_launch_with_experts(problem: Step) -> str | None:
 def layer_products(problem: Step) -> str | None:
     if reason := _since_ampere(problem) or _without_experts(problem):
         return reason
-    # One row of the 27B in Q1_0 takes 30.8 us a layer in one launch and 29.4 in four, two rows 41 and 59.
-    families = {"int"} if problem.rows == 1 else {"bit", "int"}
-    if reason := _several_phases(problem) or _in_tiles(problem, families):
+    if reason := _several_phases(problem) or _in_tiles(problem, {"bit", "int"}):
         return reason
     assert problem.layers is not None
     from pallas_kernels.step.layer_products_plan import refuses  # only GPUs need it

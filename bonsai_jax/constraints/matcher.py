@@ -11,9 +11,7 @@ from jaxtyping import UInt32
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-# CPU time from which the masks of one step are made in llguidance's threads, and what these take to begin: on
-# the host of an H200 32 masks took 1.2 to 1.5 ms in 16 threads, and 0.8 one after another.
-IN_THREADS_S, BEGIN_S = 0.0015, 0.001
+BEGIN_S = 0.0012  # what threads take to begin: 32 masks of 25 us took 1.2 to 1.5 ms in 16 threads of a Xeon
 
 
 class _Next(NamedTuple):
@@ -33,13 +31,17 @@ class Matcher:
     ends      after these the answer is complete
     complete  nothing may follow but the end
     past_end  the answer goes on as long as it can: tokens that end it are not allowed
-    find_s    CPU time of the last `find`, in seconds; after `Together.find` the mean of its masks
+    find_s    CPU time of the last `find`, or of its mask, in seconds; after `Together.find` it may be a mean
     drafts    tokens that may be drawn next, one after the other; `find` leaves those after which the answer
               goes on, and finds what may come after each
     """
 
     def __init__(self, kind: str, words: int, end_tokens: Sequence[int], own: "LLMatcher"):
         self._kind, self._end_tokens, self._own = kind, end_tokens, own
+        ends: dict[int, int] = {}
+        for token in end_tokens:
+            ends[token // 32] = ends.get(token // 32, 0) | 1 << token % 32
+        self._end_words = [(word, ~np.uint32(bits)) for word, bits in ends.items()]
         self._bits = np.zeros(words, np.uint32)
         self.forced: list[int] = []
         self.ends = self.complete = self._past_end = False
@@ -107,8 +109,8 @@ class Matcher:
 
     def _allow(self, bits: UInt32[np.ndarray, "words"]) -> None:
         if self._past_end:
-            for token in self._end_tokens:
-                bits[token // 32] &= ~_one_bit(token)
+            for word, others in self._end_words:
+                bits[word] &= others
         self._bits = bits
         self._check()
 
@@ -150,9 +152,9 @@ class Matcher:
 
 
 class Together:
-    """`Matcher.find` of several matchers of one model. Where their masks took long before, llguidance makes
-    them in threads of its own. These do not wait for the GIL, as Python's threads do ten times as long as a
-    mask takes."""
+    """`Matcher.find` of several matchers of one model. Masks are made one after another, for as long as
+    threads take to begin; then llguidance makes the others in threads of its own. These do not wait for the
+    GIL, as Python's threads do ten times as long as a mask takes."""
 
     def __init__(self, threads: int):
         from llguidance import LLExecutor
@@ -180,22 +182,26 @@ class Together:
         return errors
 
     def _masks(self, matchers: Sequence[Matcher]) -> Sequence[UInt32[np.ndarray, "words"]]:
+        masks: list[np.ndarray] = []
+        began = time.perf_counter()
+        for matcher in matchers:
+            if time.perf_counter() - began > BEGIN_S:
+                break
+            before = time.thread_time()
+            masks.append(matcher._mask())
+            matcher.find_s = time.thread_time() - before
+        return [*masks, *self._in_threads(matchers[len(masks) :])]
+
+    def _in_threads(self, matchers: Sequence[Matcher]) -> Sequence[UInt32[np.ndarray, "words"]]:
         if not matchers:
             return []
-        expected_s, began = sum(matcher.find_s for matcher in matchers), time.perf_counter()
-        if expected_s < IN_THREADS_S:
-            masks = [matcher._mask() for matcher in matchers]
-            cpu_s = time.perf_counter() - began
-        else:
-            rows = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32)
-            places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
-            self._executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.strides[0], len(rows))
-            masks, threads = list(rows), min(self._threads, len(rows))
-            cpu_s = max(0.0, time.perf_counter() - began - BEGIN_S) * threads
-        mean_s = cpu_s / len(masks)
+        rows, began = np.empty((len(matchers), len(matchers[0]._bits)), np.uint32), time.perf_counter()
+        places = [(matcher._own, place) for place, matcher in enumerate(matchers)]
+        self._executor.unsafe_compute_mask_ptr(places, rows.ctypes.data, rows.strides[0], len(rows))
+        spent_s = max(0.0, time.perf_counter() - began - BEGIN_S) * min(self._threads, len(rows))
         for matcher in matchers:
-            matcher.find_s = mean_s
-        return masks
+            matcher.find_s = spent_s / len(rows)
+        return list(rows)
 
 
 def _reason(own: Any) -> str:

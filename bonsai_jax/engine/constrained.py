@@ -77,7 +77,8 @@ class Constrained:
             return
         matcher.consume(tokens)
         if not matcher.complete and len(request.said) < request.max_new_tokens:
-            matcher.drafts = list(itertools.takewhile(lambda token: token != NO_TOKEN, guesses))
+            if guesses:
+                matcher.drafts = list(itertools.takewhile(lambda token: token != NO_TOKEN, guesses))
             self._find(answer)
 
     def send(self) -> None:

@@ -16,8 +16,9 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import constraints
 from bonsai_jax.constraints import compiled as compiling
+from bonsai_jax.constraints import matcher as matching
 from bonsai_jax.constraints.masks import QUICK_S, Masks
-from bonsai_jax.constraints.matcher import BEGIN_S, IN_THREADS_S, Together
+from bonsai_jax.constraints.matcher import Together
 from checkpoints import open_checkpoint
 
 
@@ -344,9 +345,9 @@ def test_hostile_constraints_end_and_their_memory_is_bounded():
     assert sum(bool(reason) for *_, reason in lines) >= 6  # refused, at once or when it grew too large
 
 
-@pytest.mark.parametrize("find_s", [0.0, 0.01])  # one after another, in llguidance's threads
+@pytest.mark.parametrize("begin_s", [-1, 0, 100])  # in llguidance's threads, some of them, one after another
 @pytest.mark.parametrize("seed", range(5))
-def test_what_may_come_next_is_the_same_together_and_alone(seed, find_s):
+def test_what_may_come_next_is_the_same_together_and_alone(seed, begin_s, monkeypatch):
     """Of answers at random places, of which some are complete, some forced, one has failed, and some have
     drafts."""
     rng, matchers = random.Random(seed), []
@@ -368,8 +369,7 @@ def test_what_may_come_next_is_the_same_together_and_alone(seed, find_s):
             errors.append(None)
         except ValueError as error:
             errors.append(str(error))
-    for matcher in matchers:
-        matcher.find_s = find_s
+    monkeypatch.setattr(matching, "BEGIN_S", begin_s)
     together = Together(2).find(matchers)
     assert [error and str(error) for error in together] == errors and errors[5]
     for matcher, one, error in zip(matchers, alone, errors, strict=True):
@@ -406,15 +406,13 @@ def test_threads_that_begin_late_do_not_make_masks_slow():
 
     class Late:
         def unsafe_compute_mask_ptr(self, *arguments):
-            time.sleep(BEGIN_S)
+            time.sleep(matching.BEGIN_S)
             executor.unsafe_compute_mask_ptr(*arguments)
             began_late.append(True)
 
     executor, together._executor, began_late, seen = together._executor, Late(), [], []
     for _ in range(20):  # a busy machine may be later still
-        for matcher in matchers:
-            matcher.find_s = 2 * IN_THREADS_S / len(matchers)
-        together.find(matchers)
+        together._in_threads(matchers)
         seen.append(matchers[0].find_s)
     assert len(began_late) == 20 and min(seen) < QUICK_S
 

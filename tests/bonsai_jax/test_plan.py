@@ -35,7 +35,7 @@ def loaded(plan: LoadPlan) -> Params:
     [
         ("synth:bonsai-2-27b:ptq1_0", ["layer_products", "launches"]),  # two rows: 34 chunks to rotate
         ("synth:bonsai-27b:q4_k", ["layer_products", "layer_products"]),
-        ("synth:bonsai-27b:q1_0", ["layer_products", "layer_products"]),
+        ("synth:bonsai-27b:q1_0", ["launches", "layer_products"]),
     ],
 )
 def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeypatch):

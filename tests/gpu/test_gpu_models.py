@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,10 @@ def test_a_step_in_one_launch_with_an_adapter_is_that_of_launches(name, dtype, w
     assert kl < 1e-5
 
 
-@pytest.mark.parametrize("format", ["q1_0", "q4_k_m", "q2_k", "q3_k", "iq4_xs"])
-@pytest.mark.parametrize("rows", [1, 2])
+K_QUANTS = "q4_k_m", "q2_k", "q3_k", "iq4_xs"
+
+
+@pytest.mark.parametrize(("format", "rows"), [("q1_0", 2), *itertools.product(K_QUANTS, (1, 2))])
 def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
     """But for 22 bits of mantissa between blocks, and integers that fall to the other side of .5 for it."""
     ids = np.random.default_rng(7).integers(0, 256, (rows, 8))

@@ -273,7 +273,7 @@ def test_a_step_that_the_launch_was_not_written_for_is_refused_by_construction(c
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert choose(STEP) == "one_launch"
     problem = dataclasses.replace(STEP, **change)
-    few = "launches" if problem.layers is None or problem.split or problem.folded else "layer_products"
+    few = "layer_products" if problem.rows == 2 else "launches"
     assert choose(problem) == (few if problem.rows < 9 else "layer_gemms")
     with pytest.raises(
         NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}.*What can: la"
@@ -498,7 +498,10 @@ def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     assert selection.schedules(KQ_STEP) == ((2, "layer_products"), (8, "launches"), (256, "layer_gemms"))
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
-    assert selection.schedules(STEP, "layer_products") == ((2, "layer_products"),)
-    assert selection.schedules(dataclasses.replace(STEP, plain=False)) == ((2, "layer_products"),)
+    two_rows = (1, "launches"), (2, "layer_products")  # of 1 bit
+    assert selection.schedules(STEP, "layer_products") == two_rows
+    others = (8, "launches"), (256, "layer_gemms")
+    assert selection.schedules(dataclasses.replace(STEP, plain=False))[:2] == two_rows
+    assert selection.schedules(KQ_STEP)[1:] == others
     with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run .*bulk copies"):
         selection.schedules(dataclasses.replace(STEP, platform="sm_80"), "one_launch")
