@@ -181,11 +181,6 @@ def prefetch(ref, indices):
     lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
 
 
-def prefetch_address(address, at: int = 0):
-    """The same of an address plus `at` bytes."""
-    lanes.ptx(None, [address], f"prefetch.global.L2 [$0+{at}];", "l,~{memory}", effects=True)
-
-
 def fence_of_copies():
     """Bulk copies that follow come behind what was read and written before."""
     lanes.ptx(None, [], "fence.proxy.async.shared::cta;", "~{memory}", effects=True)

@@ -153,8 +153,6 @@ class _Step:
 
     def _layer(self, layer, carry):
         for phase in Phase:
-            if self.changes:
-                self.changes.prefetch(phase, layer)
             takes_part = self._takes_part(phase)
             if phase != Phase.ATTENTION and self.shapes.passes_on:
                 self._pass_on(phase, layer)

@@ -41,7 +41,6 @@ from pallas_kernels.step.shapes import Phase, Shapes
 
 # Who makes what a phase reads.
 MAKERS = {Phase.QKV: Phase.DOWN, Phase.O: Phase.ATTENTION, Phase.GATE_UP: Phase.O, Phase.DOWN: Phase.GATE_UP}
-LINE_BYTES = 128
 READERS = {maker: reader for reader, maker in MAKERS.items()}
 
 
@@ -138,24 +137,6 @@ class LowRankChanges:
     def layer_after(self, maker: Phase, layer):
         """The layer that reads what a phase makes; after the last, which nobody reads, the last."""
         return minimum(layer + 1, self.layers - 1) if maker == Phase.DOWN else layer
-
-    def prefetch(self, phase: Phase, layer):
-        """Ask for what the next phase loads, into the L2 cache: each thread of all blocks for a line of each
-        array, which has fewer (a larger one in part)."""
-        following = Phase((phase + 1) % len(Phase))
-        if following == Phase.QKV:
-            layer = minimum(layer + 1, self.layers - 1)
-        loads = [(ref.b, layer) for _, ref in itertools.chain(*self.changes.get(following, []))]
-        if following in READERS:
-            changes = itertools.chain(*self.changes[READERS[following]])
-            loads += [(ref.a, self.layer_after(following, layer)) for _, ref in changes]
-        line = LINE_BYTES // (4 if self.dtype == "float32" else 2)
-        number = lanes.block() * THREADS + lanes.thread()
-        for ref, own_layer in loads:
-            _, rows, columns = ref.type.shape
-            with lanes.when(number < -(-rows * columns // line)):
-                at = self._layer(own_layer) * rows * columns + number * line
-                memory.prefetch(ref, [index(0), index(0), at])
 
     # By the maker of a vector
 

@@ -255,9 +255,9 @@ def _store_relaxed(machine, match, pointer, *words):
     machine.send(pointer, *words)
 
 
-@instruction(r"prefetch\.global\.L2 \[\$0(?:\+(\d+))?\]")
+@instruction(r"prefetch\.global\.L2 \[\$0\]")
 def _prefetch(machine, match, pointer):
-    for _, ref, at in machine.pointed(pointer, int(match[1] or 0)):
+    for _, ref, at in machine.pointed(pointer):
         assert (at < ref.cells.size).all()
 
 
