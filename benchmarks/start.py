@@ -14,7 +14,8 @@ row has, in seconds:
     first_piece    the same, at the first piece of `stream`, with one row, as `bonsai-jax generate` has
     silence        the longest time between two pieces after the first
     other_length   `generate` of one prompt and 4 tokens with room for twice as many, after `stream` has ended
-    other_number   `generate` of three prompts and 4 tokens, after one prompt, with rows for the batch size
+    other_number   `generate` of three prompts and 4 tokens, after one prompt, with rows for the batch size:
+                   by programs that are there, if that is soon done (bonsai_jax/engine/stand_in.py)
     warmup         `Engine.warmup` for the batch size, after all that
 """
 

@@ -1,6 +1,6 @@
 """Replicas of a server on Ray Serve, on the GPUs of a cluster or the CPUs of its nodes (docs/deploy.md).
 
-    pip install "bonsai-jax[serve,cuda13]" "ray[serve]>=2.60"
+    pip install "dist/bonsai_jax-0.1.0-py3-none-any.whl[serve,cuda13]" "ray[serve]>=2.60"
     serve run deploy.ray_serve:build model=model.gguf replicas=4 gpus=1
 
     HTTP -> Ray's proxy -> Door --Asked--> a Replica: an Engine and the app of `bonsai-jax serve`

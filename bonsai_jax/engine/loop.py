@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -34,6 +35,7 @@ from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
 from bonsai_jax.engine.runner import Dispatch, Runner
 from bonsai_jax.engine.scheduler import Scheduler
+from bonsai_jax.engine.stand_in import StandIns
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 from bonsai_jax.sampling_params import SamplingParams
@@ -354,31 +356,25 @@ class Loop:
     def prepare(self, requests: int) -> None:
         """Choose the decode program for so many requests on each device, and have it compiled beside that of
         the first prefill."""
-        sizes = self.runner.limits.row_sizes
+        scheduler, sizes = self.scheduler, self.runner.limits.row_sizes
         rows = next((n for n in sizes if n >= requests), sizes[-1])
         if jax.process_count() == 1:  # others may have other programs
-            rows = self._program_rows(rows)
-        scheduler, split = self.scheduler, self.scheduler.constrained > 0
+            programs, news = self._stand_ins(), [request.max_new_tokens for request in self.answers]
+            cost = lambda n: stand_in.steps(n * self.runner.data, news)  # noqa: E731
+            rows = programs.best(rows, sizes, cost) or rows
+            scheduler.take_turns(rows)
+            scheduler.stand_in = programs.best
+        split = scheduler.constrained > 0
         unchained = scheduler.compiled_split if split else scheduler.compiled
         (scheduler.compiled_chained[split] if scheduler.chained else unchained).add(rows)
         self._beside_prefill = self._calls(rows)
 
-    def _program_rows(self, rows: int) -> int:
-        """Rows of the decode program for these requests, of whom there is room for so many: others than these
-        rows, where the program of others stands in."""
-        own = self._calls(rows)
-        if self.runner.has(own):
-            return rows
-        news = [request.max_new_tokens for request in self.answers]
-        cost = lambda n: stand_in.steps(n * self.runner.data, news)  # noqa: E731
-        made = [n for n in self.runner.limits.row_sizes if self.runner.has(self._calls(n))]
-        best = min(made, key=cost, default=None)
+    def _stand_ins(self) -> StandIns:
+        """Of this loop's programs."""
         step_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(self.model.params))
-        loses = own[0].program, cost(best or rows) - cost(rows), step_bytes
-        if best is None or not stand_in.lose(*loses, counts=self.model.loaded):
-            return rows
-        self.scheduler.take_turns(best)
-        return best
+        has: Any = lambda size: self.runner.has(self._calls(size))  # noqa: E731
+        program: Any = lambda size: self._calls(size)[0].program  # noqa: E731
+        return StandIns(has, program, step_bytes, counts=self.model.loaded)
 
     def compile_first(self) -> None:
         """Begin to compile what the requests run first, for another loop of this process, and take no more

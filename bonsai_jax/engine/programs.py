@@ -100,6 +100,7 @@ class Programs:
         self._kind = structure, tuple(sorted(map(str, where))), *kinds
         self._begun: dict[Hashable, concurrent.futures.Future[None]] = {}
         self._called: dict[Hashable, jax.stages.Compiled] = {}
+        self._keys: dict[Hashable, str | None] = {}  # by `_identity`
         self._closed = False
         # Several processes must compile in the same order.
         self._threads = concurrent.futures.ThreadPoolExecutor(
@@ -213,9 +214,11 @@ class Programs:
 
     def _key(self, call: Call) -> str | None:
         """The name of its program's file; None: it has none."""
-        if call.source is None or jax.process_count() > 1:
-            return None
-        return stored.key(call.source, self._kind)
+        identity = self._identity(call)
+        if identity not in self._keys:
+            alone = call.source is not None and jax.process_count() == 1
+            self._keys[identity] = stored.key(call.source, self._kind) if alone else None
+        return self._keys[identity]
 
     def _devices(self) -> list[jax.Device]:
         mesh = self.model.mesh

@@ -16,6 +16,7 @@ take whole steps beside them.
 import bisect
 import dataclasses
 import itertools
+from collections.abc import Callable
 
 from bonsai_jax.engine import checkpoints
 from bonsai_jax.engine.plans import Limits, Plan, Read, Request, Save
@@ -49,6 +50,7 @@ class Scheduler:
     chained      how many use a sampler of decoding/chain.py
     saves        copies of states to dispatch before the next plan, in this order
     preempted    how often a request has lost its pages
+    stand_in     StandIns.best, if programs may stand in for others
     """
 
     def __init__(self, limits: Limits, devices: int = 1):
@@ -60,6 +62,7 @@ class Scheduler:
         self.compiled_chained: dict[bool, set[int | tuple[int, int]]] = {False: set(), True: set()}
         self.constrained = self.chained = self.preempted = 0
         self.saves: list[Save] = []
+        self.stand_in: Callable[..., tuple[int, int] | None] | None = None
         self._split = False  # the last plan
         self._chain = False  # the plan that is being made
         self._numbers = itertools.count()
@@ -298,13 +301,25 @@ class Scheduler:
             return useful / (rows * tokens + self.limits.prefill_cost), useful
 
         shape, compiled = max(self.limits.shapes, key=worth), self._compiled
-        if shape not in compiled:  # compile few: for each length only the shape with the most rows
-            widest = {tokens: rows for rows, tokens in sorted(self.limits.shapes)}
-            few = [s for s in self.limits.shapes if s in compiled or s[0] == widest[s[1]]]
-            other = max(few, key=worth)
-            shape = other if worth(other)[0] > worth(shape)[0] / PADDED else shape
+        if shape not in compiled:
+            shape = self._stand_in(shape, worth) or self._to_compile(shape, worth)
         compiled.add(shape)
         return [[self._read(r, shape[1]) for r in requests[: shape[0]]] for requests in alike], shape
+
+    def _stand_in(self, shape: tuple[int, int], worth: Callable) -> tuple[int, int] | None:
+        """The shape whose program should run where this one is wanted; None: one should be compiled."""
+        if self.stand_in is None:
+            return None
+        useful = worth(shape)[1]
+        cost = lambda other: useful / worth(other)[0] / self.limits.prefill_cost  # noqa: E731
+        return self.stand_in(shape, self.limits.shapes, cost)
+
+    def _to_compile(self, shape: tuple[int, int], worth: Callable) -> tuple[int, int]:
+        """Compile few: for each length only the shape with the most rows."""
+        widest = {tokens: rows for rows, tokens in sorted(self.limits.shapes)}
+        few = [s for s in self.limits.shapes if s in self._compiled or s[0] == widest[s[1]]]
+        other = max(few, key=worth)
+        return other if worth(other)[0] > worth(shape)[0] / PADDED else shape
 
     def _read(self, request: Request, most: int) -> Read:
         """The request's next chunk, of at most this many tokens."""

@@ -1,13 +1,13 @@
-"""A decode program that is there stands in for one that would have to be compiled.
+"""A program that is there stands in for one that would have to be compiled.
 
-A program takes 2 to 5 s to compile. Three short answers one after another, by a program of one row, are there
-in a tenth of a second, and so is one answer by a program of four. But whoever asks for as many answers again
-gains from the right program. So it is compiled once stand-ins have cost half a second in all, by estimate:
-that is the most that a process loses for it, whatever it does later.
+A program takes 2 to 5 s to compile. Three short answers one after another, by a decode program of one row,
+are there in a tenth of a second, and so is a long prompt that is read in short chunks. But whoever asks for
+the like again and again gains from the right program. So it is compiled once stand-ins have cost half a
+second in all, by estimate: that is the most that a process loses for it, whatever it does later.
 """
 
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from pallas_kernels.device import platform
 
@@ -21,22 +21,51 @@ _LOCK = threading.Lock()
 
 
 def steps(rows: int, answers: Sequence[int]) -> float:
-    """How long answers of these lengths take by a program of so many rows, in steps of one row."""
+    """How long answers of these lengths take by a decode program of so many rows, in steps of one row."""
     longest = max(max(answers), sum(answers) / rows)  # they take turns where there are more than rows
     return longest * (1 + rows / ROWS_TWICE)
 
 
-def lose(program: Hashable, more_steps: float, step_bytes: int, *, counts: bool = True) -> bool:
-    """Whether a stand-in costs less than there is left to lose.
+class StandIns:
+    """Programs by their sizes: rows of decode, or the shape of a prefill.
 
-    program     that it stands in for
-    more_steps  of one row, that it takes longer
+    has         whether the program of a size need not be compiled
+    program     what tells the program of a size from others
     step_bytes  of the weights that a step reads
-    counts      it runs now; else it is asked about ahead of time
+    counts      what it is asked about runs now; else it is asked ahead of time
     """
-    step_s = LEAST_S + step_bytes / (CPU_BYTES_PER_S if platform() == "cpu" else GPU_BYTES_PER_S)
+
+    def __init__(
+        self,
+        has: Callable[[Hashable], bool],
+        program: Callable[[Hashable], Hashable],
+        step_bytes: int,
+        counts: bool,
+    ):
+        self._has, self._program, self._counts = has, program, counts
+        rate = CPU_BYTES_PER_S if platform() == "cpu" else GPU_BYTES_PER_S
+        self._step_s = LEAST_S + step_bytes / rate
+
+    def best[Size: Hashable](
+        self, size: Size, others: Iterable[Size], cost: Callable[[Size], float]
+    ) -> Size | None:
+        """The size whose program should run where this one is wanted; None: its own should be compiled.
+
+        cost   of a size, in steps of one row
+        """
+        if self._has(size):
+            return size
+        least = min(filter(self._has, others), key=cost, default=None)
+        if least is None:
+            return None
+        more_s = max(0.0, cost(least) - cost(size)) * self._step_s
+        return least if _lose(self._program(size), more_s, self._counts) else None
+
+
+def _lose(program: Hashable, more_s: float, counts: bool) -> bool:
+    """Whether there is so much time left to lose; then it counts as lost."""
     with _LOCK:
-        lost_s = _lost_s.get(program, 0.0) + max(0.0, more_steps) * step_s
+        lost_s = _lost_s.get(program, 0.0) + more_s
         if lost_s > MOST_S:
             return False
         if counts:

@@ -1,4 +1,4 @@
-"""A decode program that is there stands in for one that would have to be compiled (engine/stand_in.py)."""
+"""A program that is there stands in for one that would have to be compiled (engine/stand_in.py)."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ def compiled(monkeypatch):
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(batch_size=8, context=256))
+    """Whose texts have the same bits in chunks of any size."""
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(batch_size=8, context=256))
 
 
 def answers(model, count: int, new: int = 6) -> list[list[int]]:
@@ -37,7 +38,7 @@ def answers(model, count: int, new: int = 6) -> list[list[int]]:
     return [output.tokens for output in outputs]
 
 
-@pytest.mark.parametrize(("first", "then"), [(1, 3), (5, 2), (1, 8), (5, 4)])
+@pytest.mark.parametrize(("first", "then"), [(1, 3), (5, 2), (1, 8), (8, 1)])
 def test_another_number_of_prompts_compiles_nothing(model, compiled, monkeypatch, first, then):
     answers(model, first)
     del compiled[:]
@@ -45,6 +46,21 @@ def test_another_number_of_prompts_compiles_nothing(model, compiled, monkeypatch
     assert not compiled
     monkeypatch.setattr(stand_in, "MOST_S", -1.0)
     assert answers(model, then) == by_stand_in and compiled
+
+
+@pytest.mark.parametrize(("first", "then"), [(10, 150), (128, 10)])
+def test_a_prompt_of_another_length_compiles_nothing(model, compiled, monkeypatch, first, then):
+    def answer(length):
+        noise = bj.SamplingParams(0.9, seed=3)
+        (output,) = bj.generate(model, [[n % 200 for n in range(length)]], max_new_tokens=4, sampling=noise)
+        return output.tokens
+
+    answer(first)
+    del compiled[:]
+    by_stand_in = answer(then)
+    assert not compiled
+    monkeypatch.setattr(stand_in, "MOST_S", -1.0)
+    assert answer(then) == by_stand_in and compiled
 
 
 def test_a_program_in_a_file_stands_in(model, compiled):
