@@ -28,7 +28,9 @@ def compiled(monkeypatch):
 @pytest.fixture(scope="module")
 def model():
     """Whose texts have the same bits in chunks of any size."""
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(batch_size=8, context=256))
+    return bj.load(
+        "synth:tiny-llama:q8_0", bj.RunConfig(batch_size=8, context=832)
+    )  # as no other test has it
 
 
 def answers(model, count: int, new: int = 6) -> list[list[int]]:

@@ -176,18 +176,20 @@ def test_decode_compiles_for_other_gpus(capability, compilers):
 
 
 def test_a_step_with_an_adapter_compiles():
-    """Product by product: attention and its token's keys, five products a layer and the head's; and A and B
-    of seven matrices, two launches each at most."""
+    """In one launch, as without; of a rank that this refuses product by product: attention and its token's
+    keys, five products a layer and the head's; and A and B of seven matrices, two launches each at most."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:tiny-qwen3:q1_0")
-        adapter = jax.eval_shape(lambda: bj.lora(config, 16, key=jax.random.key(0), dtype=jnp.bfloat16))
 
-        def launches(params):
+        def launches(params, rank=0):
+            lora = lambda: bj.lora(config, rank, key=jax.random.key(0), dtype=jnp.bfloat16)  # noqa: E731
+            params = params.replace(adapter=jax.eval_shape(lora) if rank else None)
             step = lambda params, state: core.step(params, state, config)  # noqa: E731
             text = compile_for_gpu(step, params, state, donate_argnums=1).as_text().split("ENTRY")[1]
             return len(re.findall(r"= \S+ fusion\(", text)), text.count('custom_call_target="mosaic_gpu')
 
-        (others, fused), (beside, kernels) = launches(params), launches(params.replace(adapter=adapter))
+        (others, fused), (beside, kernels) = launches(params), launches(params, rank=6)
+        assert launches(params, rank=16)[1] == fused
     assert fused < config.num_layers * 5 < kernels <= config.num_layers * 7 + 3
     assert beside - others <= config.num_layers * 2 * 7
 
