@@ -9,6 +9,7 @@ import functools
 from collections.abc import Hashable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bonsai_jax.engine.programs import Call
@@ -25,20 +26,19 @@ class Places:
     def __init__(self, sent: int):
         self._guard = _make_room(sent + RETURNED)
         # By program: the arrays of its last call, and where they are.
-        self._sent: dict[Hashable, list[np.ndarray]] = {}
-        self._kept: dict[Hashable, list[jax.Array]] = {}
+        self._kept: dict[Hashable, tuple[list[np.ndarray], list[jax.Array]]] = {}
 
     def arrays(self, call: Call) -> list[jax.Array]:
         """A call's arrays where those of its program's last call were. Most are the same as these: rows and
         their pages."""
-        program, arrays = call.program, [np.asarray(array) for array in call.arrays]
-        if program not in self._kept:
-            self._kept[program] = [jax.device_put(array, may_alias=False) for array in arrays]
-        elif not all(map(np.array_equal, self._sent[program], arrays)):
-            pairs = zip(self._kept[program], arrays, strict=True)
-            self._kept[program] = [_written(place, array) for place, array in pairs]
-        self._sent[program] = arrays
-        return self._kept[program]
+        arrays = [np.asarray(array) for array in call.arrays]
+        if call.program not in self._kept:
+            self._kept[call.program] = [], [jnp.zeros(array.shape, array.dtype) for array in arrays]
+        sent, places = self._kept[call.program]
+        if not sent or not all(map(np.array_equal, sent, arrays)):
+            places = [_written(place, array) for place, array in zip(places, arrays, strict=True)]
+            self._kept[call.program] = arrays, places
+        return places
 
 
 def _make_room(size: int) -> jax.Array:
