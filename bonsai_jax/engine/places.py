@@ -7,6 +7,7 @@ read a token (LOG.md, "A CUDA graph is written anew where an array has moved").
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,9 @@ class Places:
             self._kept[call.program] = [], [jnp.zeros(array.shape, array.dtype) for array in arrays]
         sent, places = self._kept[call.program]
         if not sent or not all(map(np.array_equal, sent, arrays)):
-            places = [_written(place, array) for place, array in zip(places, arrays, strict=True)]
-            self._kept[call.program] = arrays, places
-        return places
+            written: list[Any] = [_written(*pair) for pair in zip(places, arrays, strict=True)]
+            self._kept[call.program] = arrays, written
+        return self._kept[call.program][1]
 
 
 def _make_room(size: int) -> jax.Array:
