@@ -354,8 +354,8 @@ class Loop:
         return calls + ([] if self.store is None else self.store.calls())
 
     def prepare(self, requests: int) -> None:
-        """Choose the decode program for so many requests on each device, and have it compiled beside that of
-        the first prefill."""
+        """Choose the decode program for this number of requests on each device. If it is not there yet, it is
+        compiled beside that of the first prefill."""
         scheduler, sizes = self.scheduler, self.runner.limits.row_sizes
         rows = next((n for n in sizes if n >= requests), sizes[-1])
         if jax.process_count() == 1:  # others may have other programs

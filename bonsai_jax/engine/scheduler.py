@@ -68,7 +68,7 @@ class Scheduler:
         self._numbers = itertools.count()
 
     def take_turns(self, rows: int) -> None:
-        """Run at most so many requests on each device at a time. Before the first plan."""
+        """Run at most this many requests at a time on each device. Call it before the first plan."""
         for device in self.devices:
             del device.free_rows[:-rows]
 
@@ -307,7 +307,8 @@ class Scheduler:
         return [[self._read(r, shape[1]) for r in requests[: shape[0]]] for requests in alike], shape
 
     def _stand_in(self, shape: tuple[int, int], worth: Callable) -> tuple[int, int] | None:
-        """The shape whose program should run where this one is wanted; None: one should be compiled."""
+        """The shape to read with: this one if its program is there, or another that stands in for it. None: a
+        program should be compiled."""
         if self.stand_in is None:
             return None
         useful = worth(shape)[1]

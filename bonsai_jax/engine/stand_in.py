@@ -12,8 +12,8 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from pallas_kernels.device import platform
 
 MOST_S = 0.5
-ROWS_TWICE = 8  # a step of so many more rows takes twice the time of one row, about
-# A step of one row takes about this long, and what it needs to read the weights.
+ROWS_TWICE = 8  # a step of 1 + 8 rows takes about twice as long as a step of one row
+# A step of one row takes about LEAST_S and the time to read the weights at this rate.
 LEAST_S, CPU_BYTES_PER_S, GPU_BYTES_PER_S = 3e-4, 2e10, 2e12
 
 _lost_s: dict[Hashable, float] = {}  # by the program that was not compiled
@@ -21,7 +21,10 @@ _LOCK = threading.Lock()
 
 
 def steps(rows: int, answers: Sequence[int]) -> float:
-    """How long answers of these lengths take by a decode program of so many rows, in steps of one row."""
+    """The time that answers of these lengths take by a decode program of this many rows, in steps of one row:
+
+    max(longest answer, sum of answers / rows) * (1 + rows / ROWS_TWICE)
+    """
     longest = max(max(answers), sum(answers) / rows)  # they take turns where there are more than rows
     return longest * (1 + rows / ROWS_TWICE)
 
@@ -49,7 +52,8 @@ class StandIns:
     def best[Size: Hashable](
         self, size: Size, others: Iterable[Size], cost: Callable[[Size], float]
     ) -> Size | None:
-        """The size whose program should run where this one is wanted; None: its own should be compiled.
+        """The size to run: this one if its program is there, or another that stands in for it. None: its own
+        program should be compiled.
 
         cost   of a size, in steps of one row
         """

@@ -312,7 +312,7 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
 
 
 def load_early(ref, reads) -> list:
-    """What is in the words of `reads` (as for `load_tagged_words`) so far, for `settled`."""
+    """The words of `reads` (as for `load_tagged_words`) as they are now, written or not, for `settled`."""
     return _load_relaxed(reads, [_pointer(ref, at) for (at, _), _ in reads])
 
 

@@ -82,8 +82,8 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
 
 
 def _tile_shape(shape: tuple[int, ...], steps: int) -> tuple[int, ...]:
-    """What a field of this shape, of a stack of so many times 256 columns, has for each tile. Of fewer
-    columns there may be several words."""
+    """The shape that a tile of 256 columns has of a field of a stack. steps: the stack's columns by 256. A
+    field with several entries for 256 columns has a first axis for them."""
     each = shape[2] // steps
     return shape[3:] if each == 1 else (each, *shape[3:], 1)
 
