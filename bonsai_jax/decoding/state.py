@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.decoding.chain import Chain
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
@@ -34,6 +34,19 @@ class Speculation(struct.PyTreeNode):
 
 
 @serializable
+class Hidden(struct.PyTreeNode):
+    """Between the two programs of a step, where reading and drawing are apart (engine/split_rows.py).
+
+    vectors  float32 [B, H], the residual stream after each row's newest token, or [B, W, H], after proposals
+             too
+    undrawn  bool [B], the row's last draw took no token, so its vector is still wanted
+    """
+
+    vectors: Float[Array, "B *W H"]
+    undrawn: Bool[Array, "B"]
+
+
+@serializable
 class State(struct.PyTreeNode):
     """Everything that changes while B rows are generated. A row is one sequence being generated.
 
@@ -44,8 +57,7 @@ class State(struct.PyTreeNode):
     sampler     each row's sampling parameters, key and token counts
     speculation  what `decode` proposes tokens from; None: it does not speculate
     chain       the samplers that most requests do not use; None: no row uses them
-    hidden      float32 [B, H], the residual stream after each row's newest token, where reading and drawing
-                are two programs (engine/split_rows.py), or [B, W, H], after proposals too; else None
+    hidden      what is read and not yet drawn from, where these are two programs; else None
     adapter     int32 [B], which of an engine's adapters each row has; None: the engine has one or none
     """
 
@@ -56,7 +68,7 @@ class State(struct.PyTreeNode):
     sampler: Sampler
     speculation: Speculation | None = None
     chain: Chain | None = None
-    hidden: Float[Array, "B *W H"] | None = None
+    hidden: Hidden | None = None
     adapter: Int[Array, "B"] | None = None
 
 

@@ -8,7 +8,7 @@ of the device before.
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,6 +52,7 @@ class Calls:
     """Makes the calls of one engine.
 
     pool   of which they take shapes alone
+    mailbox  its address, where draws wait for their masks
     """
 
     def __init__(self, model: Model, options: Options, limits: Limits, pool: State):
@@ -64,6 +65,7 @@ class Calls:
         self._copied: dict[tuple[int, int | None], tuple[list[int], int]] = {}
         self._pool = jax.eval_shape(lambda state: state, pool)
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
+        self.mailbox = 0, 0
         self._padding = self.rules(SamplingParams(0.0, seed=0), [])  # the rules of rows without a request
 
     def rules(self, params: SamplingParams, stop_ids: Sequence[int], adapter: int = 0) -> np.ndarray:
@@ -183,9 +185,14 @@ class Calls:
         static, parts = (self._model.config,), _parts(chained)
         return Call(name, on_device.decode_rows, [columns], static, options, flags, parts)
 
-    def read_newest(self, writes: Sequence[Sequence[Request]], rows: int) -> Call:
-        """split_rows.read_newest of these requests, padded to `rows` rows on each device."""
-        columns = self._with_tables(writes, rows, 1)
+    def read_newest(
+        self, writes: Sequence[Sequence[Request]], rows: int, drawn: Collection[Request] = ()
+    ) -> Call:
+        """split_rows.read_newest of these requests, padded to `rows` rows on each device. drawn: those of a
+        draw before it."""
+        columns = self._with_tables(writes, rows, 2)
+        for i, request in numbered(writes, rows):
+            columns[i, 1] = request in drawn
         name, options = f"the reading of {rows} new tokens", {"taps": self._options.taps}
         static, guesses = (self._model.config,), self._limits.guess_width > 1
         function = split_guesses.read_newest_rows if guesses else split_rows.read_newest_rows
@@ -200,7 +207,9 @@ class Calls:
         chained: bool = False,
     ) -> Call:
         """split_rows.draw, or split_guesses.draw, for these requests and their rows, padded likewise.
-        allowed: None: a request may draw any token."""
+        allowed: None: a request may draw any token. With a mailbox masks are not asked for."""
+        if self._limits.mailbox:
+            return self._waiting_draw(draws, rows, logprobs, chained)
         width, words = self._limits.guess_width, split_rows.mask_words(self._model.config.vocab_size)
         first = width + chained  # engines that guess have no chain
         columns = np.full((rows * self._data, first + width * words), -1, "i4")
@@ -219,6 +228,28 @@ class Calls:
         name, static = f"the draw of {rows} tokens", (self._model.config,)
         function = split_guesses.draw_rows if width > 1 else split_rows.draw_rows
         return Call(name, function, [columns], static, options, parts=_parts(chained, True))
+
+    def _waiting_draw(
+        self,
+        draws: Sequence[Sequence[tuple[Request, int]]],
+        rows: int,
+        logprobs: int | None,
+        chained: bool,
+    ) -> Call:
+        """`draw` of an engine with a mailbox."""
+        first = 1 + chained
+        columns = np.zeros((rows, first + 3), np.int32)
+        columns[:, 0], columns[:, first + 1 :] = self._no_row, self.mailbox
+        for i, (request, row) in numbered(draws, rows):
+            columns[i, 0], columns[i, first] = row, request.constrained
+            if chained:
+                columns[i, 1] = request.chained
+        options = self._static(logprobs)
+        del options["taps"]
+        name, static = f"the draw of {rows} tokens", (self._model.config,)
+        parts = _parts(chained, True)
+        function = split_rows.draw_when_told_rows
+        return Call(name, function, [columns], static, options, parts=parts, stays=True)
 
     def padding(
         self, size: int | tuple[int, int] | None, logprobs: int | None, chained: bool = False

@@ -126,6 +126,7 @@ class Constrained:
         assert matcher is not None
         forced = matcher.forced[: request.max_new_tokens - len(request.said)]
         if matcher.ends or len(request.said) + len(forced) == request.max_new_tokens:
+            request.hold()
             request.said += forced
             request.unread = len(forced)
         elif not self._force(request, forced):

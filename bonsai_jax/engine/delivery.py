@@ -98,7 +98,7 @@ def _row_read(answer: Answer, by_device: bool) -> int | None:
     request = answer.request
     if by_device and not request.unread:  # the newest token is read when the next one is drawn
         return len(request.prompt) + len(request.said) - 1
-    return None if request.flights else request.stored
+    return None if any(most for _, most in request.flights) else request.stored
 
 
 def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:

@@ -51,6 +51,7 @@ class Flight:
     rows    the places in its results of the requests that draw
     steps   of decode; 0: it is a prefill
     guesses columns at the end of its results that propose what follows (split_guesses.py)
+    letters True: it takes letters from the mailbox; they are written or not (waits)
     """
 
     plan: Plan
@@ -58,6 +59,8 @@ class Flight:
     dispatch: Dispatch
     steps: int = 0
     guesses: int = 0
+    letters: bool = False
+    waits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +152,9 @@ class Loop:
                 answer.request.ended = True
                 answer.on_piece(piece(answer))
                 return
-            self.runner.need("hidden")
+            self._need("hidden")
         if answer.chained is not None:
-            self.runner.need("chain")
+            self._need("chain")
         answer.version = self.version
         self.answers[answer.request] = answer
         if self.store is None or not self._look_up(answer.request):
@@ -217,8 +220,13 @@ class Loop:
         self.constrained.collect()
         if self.store is not None:
             self.store.step(self._prefix)
-        # A draw of split steps is read before the next plan, which needs masks; the device is busy meanwhile.
-        if self._unread_plans() < (1 if self.scheduler.constrained else 2):
+        if not self._write_letters():
+            self.delivery.deliver()
+            self.constrained.wait()
+            return True
+        # Without a mailbox a draw of split steps is read before the next plan, which needs masks.
+        ahead = not self.scheduler.constrained or self.runner.limits.mailbox
+        if self._unread_plans() < 1 + ahead:
             plan = self.scheduler.plan()
             if plan is None:
                 self._read_at = None
@@ -243,6 +251,7 @@ class Loop:
     def use(self, model: Model, restart: bool) -> None:
         """Run plans from now on with the weights of this model, whose structure is the same. restart: running
         requests read their tokens again with them."""
+        self._hold()
         self.model = model
         self.runner.use(model)
         self.scheduler.renew(restart)
@@ -288,6 +297,7 @@ class Loop:
 
     def close(self) -> None:
         """Free the device's memory."""
+        self._hold()
         self.constrained.close()
         if self.store is not None:
             self.store.close(self._prefix)
@@ -298,6 +308,7 @@ class Loop:
     ) -> None:
         """Compile every program, by running it without a request. constraints: also those of split steps;
         samplers: all of these once more, for pools with a chain."""
+        self._hold()
         scheduler, sizes, calls = self.scheduler, self._sizes(), []
         for chained in (False, True) if samplers else (False,):
             calls += self._every_call(chained) + (self._every_split_call(chained) if constraints else [])
@@ -331,7 +342,7 @@ class Loop:
 
     def _every_split_call(self, chained: bool) -> list[Call]:
         """Of each program of split steps."""
-        self.runner.need("hidden")
+        self._need("hidden")
         padding = self.runner.calls.split_padding
         each = (padding(size, n, chained) for size in self._sizes() for n in self._variants)
         return list({call.program: call for calls in each for call in calls}.values())
@@ -344,7 +355,7 @@ class Loop:
     def _every_call(self, chained: bool = False) -> list[Call]:
         """Of each program, without any request."""
         if chained:
-            self.runner.need("chain")
+            self._need("chain")
         padding = self.runner.calls.padding
         calls = [padding(size, n, chained) for size in self._sizes() for n in self._variants]
         calls += [padding(None, None, chained)] if self.runner.shares else []
@@ -408,6 +419,49 @@ class Loop:
             scheduler.idle_steps = 1 if jax.process_count() == 1 else STEADY_STEPS
         return scheduler
 
+    # Letters.
+
+    def _write_letters(self) -> bool:
+        """Write the letters that the next draw on the device waits for: masks, or to hold rows whose masks
+        are late. False: it would draw nothing, because masks are late, so it is better to wait."""
+        flight = next((flight for flight in self._flying if flight.letters), None)
+        if flight is None or not flight.waits:
+            return True
+        requests = [request for _, request in flight.rows]
+        draws = any(not r.constrained or (r.ready and not r.ended) for r in requests)
+        if not draws and self.constrained.pending and any(r.late for r in requests):
+            return False
+        self._post(flight)
+        return True
+
+    def _post(self, flight: Flight, hold: bool = False) -> None:
+        """Write the letters of a draw. hold: each row's, in place of masks."""
+        flight.waits, mailbox = False, self.runner.mailbox
+        for request, row in itertools.chain(*flight.plan.draws):
+            if not request.constrained or mailbox is None:
+                continue
+            allowed = None if hold or request.ended or not request.ready else self._allowed(request)
+            if allowed is None:
+                request.hold()
+                mailbox.hold(row)
+            else:
+                request.ready = False
+                mailbox.allow(row, allowed.masks[0])
+
+    def _hold(self) -> None:
+        """Leave no draw on the device that waits for a letter. Whatever may load a program, or wait for the
+        device, comes after it, as the driver may load a program when the device is idle alone."""
+        for flight in self._flying:
+            if flight.waits:
+                self._post(flight, hold=True)
+            elif flight.letters:
+                jax.block_until_ready(flight.dispatch.drawn.result())  # it has taken its letters
+
+    def _need(self, part: str) -> None:
+        if not self.runner.has_part(part):
+            self._hold()
+        self.runner.need(part)
+
     # To the device.
 
     def _unread_plans(self) -> int:
@@ -450,9 +504,11 @@ class Loop:
             guesses = self.runner.limits.guess_width - 1
             # The thread that dispatches would begin later, and has the reading of these tokens to dispatch.
             drawn = self.runner.dispatch(call, at_once=True)
-            self._flying.append(Flight(plan, rows, drawn, steps=1, guesses=guesses))
+            letters = self.runner.limits.mailbox
+            self._flying.append(Flight(plan, rows, drawn, 1, guesses, letters, waits=letters))
         if plan.split and any(plan.writes):
-            read = self.runner.dispatch(self.runner.calls.read_newest(plan.writes, plan.rows))
+            drawing = {request for request, _ in itertools.chain(*plan.draws)}
+            read = self.runner.dispatch(self.runner.calls.read_newest(plan.writes, plan.rows, drawing))
             if (
                 self._flying and self._flying[-1].dispatch.drawn.done()
             ):  # so the thread that dispatches is free
@@ -516,6 +572,8 @@ class Loop:
                 answer.version = flight.plan.version
             if answer is not None and mu is not None:
                 answer.mu = float(mu[i])  # for when it is pre-empted, or reads forced tokens
+            if not new and not least:
+                continue  # its mask was late
             if answer is not None and self._record(answer, new, guesses[i]):
                 self.delivery.note(Drawn(answer, len(new), steps[i], scores, i, least))
         self.constrained.send()

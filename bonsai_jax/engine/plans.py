@@ -85,6 +85,17 @@ class Request:
             tokens += most
         return tokens
 
+    def hold(self) -> None:
+        """The draw that waits for its mask takes no token, so the newest one is not drawn from yet."""
+        if self.flights:
+            self.flights[0] = 0, 0
+        self.undrawn = self.row is not None
+
+    @property
+    def late(self) -> bool:
+        """Its dispatched draw waits for a mask that is not made."""
+        return self.constrained and not (self.ready or self.ended) and any(most for _, most in self.flights)
+
     def cached(self, count: int | None) -> list[int]:
         """The tokens in its pages, once its prompt is read: the first `count`; None: all but the newest,
         which is read when the next one is drawn."""
@@ -181,6 +192,7 @@ class Limits:
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
     guess_width  likewise a row with a constraint; 1: nothing is guessed for it
+    mailbox      draws wait on the device for their masks (mailbox.py), so plans need not
     checkpoints  for recurrent states; None: the model has only pages
     reserve      a request takes the pages for its whole answer when it starts, so that none is pre-empted
     """
@@ -194,6 +206,7 @@ class Limits:
     steps: int
     width: int = 1
     guess_width: int = 1
+    mailbox: bool = False
     checkpoints: int | None = None
     reserve: bool = False
 
@@ -210,6 +223,7 @@ class Limits:
         steps: int = 64,
         width: int = 1,
         guess_width: int = 1,
+        mailbox: bool = False,
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
@@ -237,6 +251,7 @@ class Limits:
             steps=steps,
             width=width,
             guess_width=guess_width,
+            mailbox=mailbox,
             checkpoints=checkpoints,
             reserve=reproducible,
         )

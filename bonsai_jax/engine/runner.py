@@ -24,6 +24,7 @@ from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import split_guesses, split_rows
 from bonsai_jax.engine.caller import Caller
 from bonsai_jax.engine.calls import PARTS, Calls
+from bonsai_jax.engine.mailbox import Mailbox
 from bonsai_jax.engine.options import Options, pool_bytes
 from bonsai_jax.engine.places import Places
 from bonsai_jax.engine.plans import Limits
@@ -72,11 +73,13 @@ class Runner:
         self._copies = jax.process_count() == 1 and platform() != "cpu"
         self._has_graphs = model.mesh is None and platform() != "cpu"
         self._places: Places | None = None  # of split steps, where graphs run them
+        self.mailbox: Mailbox | None = None  # of draws, once there is one that waits for its masks
         self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
             machine.reserve(pool_bytes(model, options), [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
-        self.limits = limits(model, options, self._pool.cache.recurrent)
+        mailbox = threaded and options.speculate is None and has_mailbox(model)
+        self.limits = limits(model, options, self._pool.cache.recurrent, mailbox)
         self.programs = Programs(model, self._pool)
         self._others: dict[tuple[str, ...], Programs] = {}  # by Call.parts
         self._parts: dict[str, Any] = {}  # fields of the pool, once a request needs them
@@ -97,11 +100,16 @@ class Runner:
         the first of them."""
         if part in self._parts:
             return
+        if part == "hidden" and self.limits.mailbox and self.model.loaded:
+            self._make_mailbox()
         empty = lambda: self._empty_part(part)  # noqa: E731
         self._parts[part] = empty() if self.model.loaded else jax.eval_shape(empty)
         for parts in [(part,), *([PARTS] if len(self._parts) == len(PARTS) else [])]:
             own = {name: self._parts[name] for name in parts}
             self._others[parts] = Programs(self.model, self._pool.replace(**own))
+
+    def has_part(self, part: str) -> bool:
+        return part in self._parts
 
     def has(self, calls: Sequence[Call]) -> bool:
         """Whether none of the programs of these calls needs to be compiled."""
@@ -197,19 +205,30 @@ class Runner:
 
     def reset(self) -> None:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
+        if self.mailbox is not None:
+            self.mailbox.close()
         self._thread.submit(lambda: None).result()
         self._free()
         self._places = None  # a copy that failed may have been given one of them
+        if self.mailbox is not None:
+            self._make_mailbox()
         self._pool = self._empty_pool()
         self._parts = {part: self._empty_part(part) for part in self._parts}
 
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
+        if self.mailbox is not None:
+            self.mailbox.close()
         self._thread.shutdown()
         self.programs.close()
         for programs in self._others.values():
             programs.close()
         self._free()
+
+    def _make_mailbox(self) -> None:
+        words = split_rows.mask_words(self.model.config.vocab_size)
+        self.mailbox = Mailbox(self.options.max_batch_size, words)
+        self.calls.mailbox = self.mailbox.address
 
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
@@ -237,7 +256,13 @@ class Runner:
                 array.delete()
 
 
-def limits(model: Model, o: Options, recurrent: bool) -> Limits:
+def has_mailbox(model: Model) -> bool:
+    """Whether draws can wait on the device for their masks, where one thread makes these and another one
+    dispatches: to load a program the driver may have to wait until the device is idle."""
+    return model.mesh is None and platform().startswith("sm_")
+
+
+def limits(model: Model, o: Options, recurrent: bool, mailbox: bool = False) -> Limits:
     """What the engine's programs can do. recurrent: its cache has recurrent states."""
     on_cpu = platform() == "cpu"
     return Limits.for_engine(
@@ -248,6 +273,7 @@ def limits(model: Model, o: Options, recurrent: bool) -> Limits:
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
         guess_width=split_guesses.guess_width(o.speculate, recurrent, o.max_batch_size),
+        mailbox=mailbox,
         checkpoints=o.checkpoints or None,
         reproducible=o.reproducible,
         **(ON_CPU if on_cpu else {}),

@@ -9,8 +9,9 @@ the `least` and `most` tokens that dispatched work will have drawn. Rows and pag
 request as soon as they are released, because the device runs one plan after another.
 
 While any request has a constraint, steps of all are split (split_rows.py): a plan draws for the requests
-whose masks are ready, then reads what they drew. In an engine that speculates, requests without a constraint
-take whole steps beside them.
+whose masks are ready, then reads what they drew. With a mailbox it draws for all, and whether a request does
+take a token is settled later, by a letter (Request.hold). In an engine that speculates, requests without a
+constraint take whole steps beside them.
 """
 
 import bisect
@@ -143,7 +144,8 @@ class Scheduler:
 
     def force(self, request: Request, tokens: list[int]) -> bool:
         """Have a request say these tokens, and read them in one chunk, in place of drawing them. No draw of
-        it may be under way. False: it must draw them, because that is faster or there are too few pages."""
+        it may be under way, but one that waits for its mask, which then takes no token. False: it must draw
+        them, because that is faster or there are too few pages."""
         if request.device is not None:
             rows = max(len(device.running) for device in self.devices)
             # A chunk rounds otherwise than steps, so in a reproducible engine a crowd must not decide on it.
@@ -153,6 +155,7 @@ class Scheduler:
             new = self._pages(len(request.prompt) + len(request.said) + len(tokens)) - len(request.table)
             if new > pages.available:
                 return False
+            request.hold()
             if request.read == request.to_read:
                 request.read = request.stored
             request.table += pages.take(max(0, new))
@@ -353,17 +356,20 @@ class Scheduler:
         return read
 
     def _draws(self) -> list[list[tuple[Request, int]]]:
-        """The requests of each device that draw what they have read for, those whose masks are ready, and
-        their rows."""
+        """The requests of each device that draw what they have read for, and their rows: those whose masks
+        are ready, or all with a mailbox."""
+        mailbox = self.limits.mailbox
         draws = [
-            [(r, r.row) for r in d.running if r.row is not None and r.undrawn and r.ready]
+            [(r, r.row) for r in d.running if r.row is not None and r.undrawn and (mailbox or r.ready)]
             for d in self.devices
         ]
         for request, _ in itertools.chain(*draws):
             request.verifies, request.guessed = request.guessed, False
             most = min(self.limits.guess_width, request.left) if request.verifies else 1
             request.flights.append((1, most))
-            request.undrawn, request.ready = False, not request.constrained
+            request.undrawn = False
+            if not mailbox:
+                request.ready = not request.constrained
         return draws
 
     def _writes(self) -> tuple[list[list[Request]], int]:

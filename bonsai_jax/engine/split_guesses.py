@@ -50,9 +50,9 @@ def read_newest(
 ) -> Result:
     """Read the newest token of each row, and what is proposed to follow.
 
-    columns   the row's number, beyond all rows for padding; the row's pages
+    columns   as for split_rows.read_newest; each draw takes a token here
     """
-    rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
+    rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 2:])
     state = only_rows(whole.take(pool, rows, table, False), rows, pool)
     width, params = _width(pool), whole.with_adapters(params, state)
     proposals = _proposed(params, state, config, width)
@@ -72,7 +72,9 @@ def read_newest(
         lambda state: read(state, proposals[:, :0]),
         state,
     )
-    state = state.replace(hidden=hidden, cache=cache.replace(lengths=first + running))
+    own: Any = state.hidden
+    cache = cache.replace(lengths=first + running)
+    state = state.replace(hidden=own.replace(vectors=hidden), cache=cache)
     return Result(whole.put(pool, state, rows, False))
 
 
@@ -101,7 +103,7 @@ def draw(
     hidden: Any = state.hidden
     readable = (state.remaining > 0)[:, None] & speculation.up_to(proposals != NO_TOKEN)
     state, accepted, drawn, scores = speculation.verify(
-        params, state, hidden, proposals, readable, config, logits_processor, logprobs, allowed
+        params, state, hidden.vectors, proposals, readable, config, logits_processor, logprobs, allowed
     )
     following = _proposed(params, state, config, width)
     tokens = jnp.where(accepted, drawn, NO_TOKEN)
@@ -120,7 +122,7 @@ def _proposed(params: Params, state: State, config: ModelConfig, width: int) -> 
 
 def _width(pool: State) -> int:
     assert pool.hidden is not None
-    return pool.hidden.shape[1]
+    return pool.hidden.vectors.shape[1]
 
 
 read_newest_rows = jitted.donating(read_newest, "pool")

@@ -9,19 +9,25 @@ So the device reads a token while the host makes the mask for the next draw:
     device   draw t | read t            | draw t+1 | read t+1
     host            | fetch t, mask t+1 |          | fetch t+1, mask t+2
 
-A row whose mask is late is left out of a draw, and its vector waits in the pool.
+On one GPU an engine dispatches the next draw before its masks are made, and it waits for them on the device
+(mailbox.py), because to dispatch a program takes longer than to make a mask. Elsewhere masks are sent with a
+draw.
+
+A row whose mask is late draws nothing, and its vector waits in the pool. So the read behind a draw asks the
+device which rows have drawn.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted, steps
-from bonsai_jax.decoding.state import State
+from bonsai_jax.decoding.state import Hidden, State
 from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as whole
 from bonsai_jax.engine.rows import RESULT, Result
@@ -30,6 +36,7 @@ from bonsai_jax.network import parallel
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
+from pallas_kernels import host_masks
 
 
 @over_mesh(RESULT)
@@ -51,10 +58,11 @@ def read_chunk(
     remembers = whole.remembered(chunk["rules"], logits_processor)
     pool, state, tokens = whole.begun(pool, chunk, vectors, remembers)
     params = whole.with_adapters(params, state)
-    hidden, state = steps.read_chunk(params, state, tokens, chunk["count"], config, taps)
-    if pool.hidden is not None and pool.hidden.ndim == 3:  # split_guesses.py: nothing is guessed yet
-        hidden = jnp.pad(hidden[:, None], ((0, 0), (0, pool.hidden.shape[1] - 1), (0, 0)))
-    state = state.replace(hidden=hidden)
+    vectors, state = steps.read_chunk(params, state, tokens, chunk["count"], config, taps)
+    own: Any = state.hidden
+    if own.vectors.ndim == 3:  # split_guesses.py: nothing is guessed yet
+        vectors = jnp.pad(vectors[:, None], ((0, 0), (0, own.vectors.shape[1] - 1), (0, 0)))
+    state = state.replace(hidden=own.replace(vectors=vectors))
     return Result(whole.put(pool, state, chunk["row"], remembers, chunk["saves"]))
 
 
@@ -69,13 +77,18 @@ def read_newest(
 ) -> Result:
     """Read the newest token of each row.
 
-    columns   the row's number, beyond all rows for padding; the row's pages
+    columns   the row's number, beyond all rows for padding; 1: only if its last draw took a token; the row's
+              pages
     """
-    rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 1:])
+    rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 2:])
     state = only_rows(whole.take(pool, rows, table, False), rows, pool)
     params = whole.with_adapters(params, state)
-    hidden, state = steps.read_newest(params, state, config, taps)
-    return Result(whole.put(pool, state.replace(hidden=hidden), rows, False))
+    before: Any = state.hidden
+    waits = before.undrawn & (columns[:, 1] > 0)
+    vectors, read = steps.read_newest(params, without(state, waits), config, taps)
+    vectors = jnp.where(waits[:, None], before.vectors, vectors)
+    state = read.replace(remaining=state.remaining, hidden=before.replace(vectors=vectors))
+    return Result(whole.put(pool, state, rows, False))
 
 
 @over_mesh(RESULT)
@@ -94,17 +107,64 @@ def draw(
               it; the words of its mask, as steps.draw has them
     The result has size 1. What mixers store is not in the state that a logits_processor sees.
     """
-    first = 1 + (pool.chain is not None)
-    rows, words = columns[:, 0], jax.lax.optimization_barrier(columns[:, first:])
-    allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
+    words = _beyond_row(pool, columns)
+    allowed, draws = jax.lax.bitcast_convert_type(words, jnp.uint32), jnp.ones(len(columns), bool)
+    return _drawn(params, pool, columns, config, allowed, draws, logits_processor, logprobs)
+
+
+@over_mesh(RESULT)
+def draw_when_told(
+    params: Params,
+    pool: State,
+    columns: Int[Array, "R columns"],
+    config: ModelConfig,
+    *,
+    logits_processor: LogitsProcessor | None = None,
+    logprobs: int | None = None,
+) -> Result:
+    """`draw` that waits for masks in a mailbox (host_masks.receive), and leaves rows out that are held.
+
+    columns   as for `draw`; in place of a mask 1 for a row that waits for one, and the mailbox's address
+    """
+    rest = _beyond_row(pool, columns)
+    words = mask_words(config.vocab_size)
+    allowed, draws = host_masks.receive(rest[0, 1:], columns[:, 0], rest[:, 0] > 0, words)
+    return _drawn(params, pool, columns, config, allowed, draws, logits_processor, logprobs)
+
+
+def _beyond_row(pool: State, columns: Int[Array, "R columns"]) -> Int[Array, "R rest"]:
+    """What the columns have of a draw beyond its row, as an array of its own."""
+    return jax.lax.optimization_barrier(columns[:, 1 + (pool.chain is not None) :])
+
+
+def _drawn(
+    params: Params,
+    pool: State,
+    columns: Int[Array, "R columns"],
+    config: ModelConfig,
+    allowed: UInt32[Array, "R words"],
+    draws: Bool[Array, "R"],
+    logits_processor: LogitsProcessor | None,
+    logprobs: int | None,
+) -> Result:
+    rows = columns[:, 0]
     remembers = whole.rows_remember(pool, rows, logits_processor)
     state = only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
     state = whole.only_chained(state, columns, 1)
-    hidden: Any = state.hidden
-    state, tokens, scores = steps.draw(params, state, hidden, config, logits_processor, logprobs, allowed)
+    own: Any = state.hidden
+    after, tokens, scores = steps.draw(
+        params, without(state, ~draws), own.vectors, config, logits_processor, logprobs, allowed
+    )
+    remaining = jnp.where(draws, after.remaining, state.remaining)
+    state = after.replace(remaining=remaining, hidden=own.replace(undrawn=~draws))
     drawn = jnp.stack([jnp.ones_like(tokens), tokens], axis=1)
     pool = whole.put_without_states(pool, state, rows, remembers)
     return Result(pool, drawn, jax.tree.map(lambda x: x[:, None], scores), whole.row_mu(state))
+
+
+def without(state: State, rows: Bool[Array, "R"]) -> State:
+    """The state as if these rows had ended."""
+    return state.replace(remaining=jnp.where(rows, 0, state.remaining))
 
 
 def only_rows(state: State, rows: Int[Array, "R"], pool: State) -> State:
@@ -112,10 +172,12 @@ def only_rows(state: State, rows: Int[Array, "R"], pool: State) -> State:
     return state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
 
 
-def empty(pool: State, model: Model, width: int = 1) -> Float[Array, "B *W H"]:
+def empty(pool: State, model: Model, width: int = 1) -> Hidden:
     """State.hidden of a pool whose rows have read nothing. width: of a step that guesses."""
-    shape = (len(pool.tokens), *[width] * (width > 1), model.config.hidden)
-    return parallel.place_rows(jnp.zeros(shape, jnp.float32), model.mesh)
+    rows = len(pool.tokens)
+    vectors = jnp.zeros((rows, *[width] * (width > 1), model.config.hidden), jnp.float32)
+    place = functools.partial(parallel.place_rows, mesh=model.mesh)
+    return jax.tree.map(place, Hidden(vectors, jnp.zeros(rows, bool)))
 
 
 def mask_words(vocab_size: int) -> int:
@@ -126,3 +188,4 @@ def mask_words(vocab_size: int) -> int:
 read_chunk_rows = jitted.donating(read_chunk, "pool")
 read_newest_rows = jitted.donating(read_newest, "pool")
 draw_rows = jitted.donating(draw, "pool")
+draw_when_told_rows = jitted.donating(draw_when_told, "pool")
