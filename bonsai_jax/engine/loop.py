@@ -502,17 +502,11 @@ class Loop:
             call = self.runner.calls.draw(plan.draws, plan.rows, self._allowed, asked, plan.chained)
             rows = [(i, request) for i, (request, _) in numbered(plan.draws, plan.rows)]
             guesses = self.runner.limits.guess_width - 1
-            # The thread that dispatches would begin later, and has the reading of these tokens to dispatch.
-            drawn = self.runner.dispatch(call, at_once=True)
-            letters = self.runner.limits.mailbox
+            drawn, letters = self.runner.dispatch(call), self.runner.limits.mailbox
             self._flying.append(Flight(plan, rows, drawn, 1, guesses, letters, waits=letters))
         if plan.split and any(plan.writes):
             drawing = {request for request, _ in itertools.chain(*plan.draws)}
-            read = self.runner.dispatch(self.runner.calls.read_newest(plan.writes, plan.rows, drawing))
-            if (
-                self._flying and self._flying[-1].dispatch.drawn.done()
-            ):  # so the thread that dispatches is free
-                self.runner.wait_until_started(read)
+            self.runner.dispatch(self.runner.calls.read_newest(plan.writes, plan.rows, drawing))
         elif any(plan.writes):
             asked = self._asked(itertools.chain(*plan.writes))
             call = self.runner.calls.decode(plan.writes, plan.rows, plan.steps, asked, plan.chained)

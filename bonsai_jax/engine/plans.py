@@ -87,9 +87,9 @@ class Request:
 
     def hold(self) -> None:
         """The draw that waits for its mask takes no token, so the newest one is not drawn from yet."""
-        if self.flights:
-            self.flights[0] = 0, 0
-        self.undrawn = self.row is not None
+        if self.flights and self.flights[-1] != (0, 0):
+            self.flights[-1] = 0, 0
+            self.undrawn = self.row is not None
 
     @property
     def late(self) -> bool:

@@ -139,10 +139,6 @@ class Programs:
 
         return self._threads.submit(work)
 
-    def has(self, call: Call) -> bool:
-        """Whether the program of a call was called before."""
-        return call.program in self._called
-
     def made(self, call: Call) -> bool:
         """Whether the program of a call need not be compiled: this process has it or is making it, or a file
         does."""

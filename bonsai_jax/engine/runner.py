@@ -67,14 +67,12 @@ class Runner:
         self._thread = (
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
-        self._last: concurrent.futures.Future[list[Any]] | None = None  # dispatch in that thread
         # A CPU's results are in the host's memory. If Python ends while steps run, their copy would end the
         # process by SIGABRT, as jaxlib's callback wants the GIL.
         self._copies = jax.process_count() == 1 and platform() != "cpu"
         self._has_graphs = model.mesh is None and platform() != "cpu"
         self._places: Places | None = None  # of split steps, where graphs run them
         self.mailbox: Mailbox | None = None  # of draws, once there is one that waits for its masks
-        self._returns_at_once = threaded and model.mesh is None and platform() != "cpu"
         if model.loaded and model.mesh is None:  # pages may be more than `load` has planned for
             machine.reserve(pool_bytes(model, options), [in_use()])
         self._pool = self._empty_pool() if model.loaded else jax.eval_shape(self._empty_pool)
@@ -144,12 +142,8 @@ class Runner:
         jax.block_until_ready(self._pool)
         machine.release_memory()
 
-    def dispatch(self, call: Call, *, at_once: bool = False) -> Dispatch:
-        """Run the call, after all calls before.
-
-        at_once   in this thread, which else does its own work first, as threads share the GIL; only where a
-                  dispatch does not wait for the device, or for a program to be compiled
-        """
+    def dispatch(self, call: Call) -> Dispatch:
+        """Run the call, after all calls before."""
         started, params = threading.Event(), self.model.params
 
         def run():
@@ -164,15 +158,7 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        if at_once and self._returns_at_once and self._programs(call).has(call):
-            if self._last is not None:
-                concurrent.futures.wait([self._last])
-            thread = Caller()
-            drawn = thread.submit(run)
-            thread.catch_up()
-            return Dispatch(drawn, started)
-        self._last = self._thread.submit(for_threads(run))
-        return Dispatch(self._last, started)
+        return Dispatch(self._thread.submit(for_threads(run)), started)
 
     def _placed(self, call: Call) -> Sequence[Any]:
         """A call's arrays on their way to its program."""

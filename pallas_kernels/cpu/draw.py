@@ -250,7 +250,7 @@ class _Row:
                 count.value = count.value + inside.unsigned(I32)
                 mass.value = mass.value + inside.select(weight, 0.0)
         total = everything.value.sum()
-        cut = Variable(self.real(-float("inf")))
+        cut = Variable(self.real(LOWEST))  # all that may be drawn; a mask may leave fewer than k
         for level, count, mass in reversed(list(zip(LEVELS, counts, masses, strict=True))):
             has_k = count.value.sum().unsigned(I64).compared(">=", k)
             target = total * self.top_p * 1.0001

@@ -14,7 +14,6 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import constraints
 from bonsai_jax.constraints import Matcher
-from bonsai_jax.engine.caller import Caller
 from tests.bonsai_jax.json_schemas import BY_HAND, seeded
 from tests.bonsai_jax.test_draft import tiny as with_draft_layer
 from tests.bonsai_jax.test_engine import GREEDY, SHAPE, alone, assert_all_pages_are_back, prompt, tiny
@@ -379,28 +378,6 @@ def test_reproducible_engines_have_the_same_bits_beside_constrained_rows():
             again = handle.result(60)
             assert again.tokens == output.tokens
             np.testing.assert_array_equal(again.logprobs.token, output.logprobs.token)
-
-
-def test_draws_that_the_loop_dispatches_itself_draw_the_same(engine, monkeypatch):
-    """As on one GPU, where the other thread has the rest."""
-    runner, asked = engine._loop.runner, [(prompt(7, n), WORDS if n % 2 else None) for n in range(5)]
-
-    def answers():
-        handles = [engine.submit(ids, NOISE, max_new_tokens=40, constraint=how) for ids, how in asked]
-        return [handle.result(60).tokens for handle in handles]
-
-    threads = set()
-    before, catch_up = answers(), Caller.catch_up
-
-    def noted(self, until=None):
-        threads.add(threading.current_thread())
-        catch_up(self, until)
-
-    monkeypatch.setattr(runner, "_returns_at_once", True)
-    monkeypatch.setattr(Caller, "catch_up", noted)
-    assert_same(answers(), before)
-    assert len(threads) == 1 and "dispatch" not in threads.pop().name
-    assert_all_pages_are_back(engine)
 
 
 def test_what_a_split_step_is_given_stays_where_it_was(engine, monkeypatch):
