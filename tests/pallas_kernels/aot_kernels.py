@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device, formats
+from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device, formats, host_masks
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
@@ -202,6 +202,12 @@ def token(rows, vocabulary):
     logits, seen, counts = tables
     return draw, (logits, Rules(**columns, bias_ids=biases[0], bias=biases[1], seen=seen, counts=counts),
                   keys, positions)  # fmt: skip
+
+
+def masks_of_the_host(rows, vocabulary):
+    receive = functools.partial(host_masks.receive, words=-(-vocabulary // 32))
+    shapes = [((2,), jnp.int32), ((rows,), jnp.int32), ((rows,), bool)]
+    return receive, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes)
 
 
 def of_rows(f, rows, k, normed=True, **options):

@@ -30,6 +30,7 @@ from tests.pallas_kernels.aot_kernels import (
     many_queries,
     many_rows,
     many_rows_of_integers,
+    masks_of_the_host,
     of_rows,
     one_launch,
     one_launch_of_experts,
@@ -92,6 +93,7 @@ HOT = {
     "decoded: q8_0": lambda: dequantized(("q8_0",), 4096, 12288),
     "decoded: q4_0 and q4_1, no whole tiles": lambda: dequantized(("q4_0", "q4_1"), 904, 576),
     "draw of a token, 8 rows": lambda: token(8, 151669),
+    "masks of the host, 32 rows": lambda: masks_of_the_host(32, 151669),
     "norm": lambda: of_rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: of_rows(activations_float16, 512, 8192),
     "folded gate and up": lambda: integers("pq2_0", 17408, 5120, 2, 1, folded=True),
@@ -268,6 +270,7 @@ SPILLED = {
 OF_EACH_KIND = [
     "many queries, by mma", "q4_k gate and up", "q4_k gate and up, 8 rows", "decoded: q4_k gate and up",
     "norm", "gate and up", "gate and up, 8 rows", "attention", "experts: q4_k gate and up",
+    "masks of the host, 32 rows",
 ]  # fmt: skip
 # Every day each kernel for one target, one of each kind for every target. What is slow differs from those in
 # a size, or is of a format that another kernel is compiled with, while this kernel is with another format.
