@@ -248,7 +248,7 @@ class Calls:
         del options["taps"]
         name, static = f"the draw of {rows} tokens", (self._model.config,)
         parts = _parts(chained, True)
-        function = split_rows.draw_when_told_rows
+        function = split_rows.draw_from_mailbox_rows
         return Call(name, function, [columns], static, options, parts=parts, stays=True)
 
     def padding(

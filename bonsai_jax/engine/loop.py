@@ -225,8 +225,8 @@ class Loop:
             self.constrained.wait()
             return True
         # Without a mailbox a draw of split steps is read before the next plan, which needs masks.
-        ahead = not self.scheduler.constrained or self.runner.limits.mailbox
-        if self._unread_plans() < 1 + ahead:
+        most_unread = 2 if self.runner.limits.mailbox or not self.scheduler.constrained else 1
+        if self._unread_plans() < most_unread:
             plan = self.scheduler.plan()
             if plan is None:
                 self._read_at = None

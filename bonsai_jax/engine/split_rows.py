@@ -113,7 +113,7 @@ def draw(
 
 
 @over_mesh(RESULT)
-def draw_when_told(
+def draw_from_mailbox(
     params: Params,
     pool: State,
     columns: Int[Array, "R columns"],
@@ -188,4 +188,4 @@ def mask_words(vocab_size: int) -> int:
 read_chunk_rows = jitted.donating(read_chunk, "pool")
 read_newest_rows = jitted.donating(read_newest, "pool")
 draw_rows = jitted.donating(draw, "pool")
-draw_when_told_rows = jitted.donating(draw_when_told, "pool")
+draw_from_mailbox_rows = jitted.donating(draw_from_mailbox, "pool")

@@ -110,7 +110,7 @@ def test_a_plan_is_dispatched_before_its_masks_are_made(engine, monkeypatch):
 
 def test_slow_masks_delay_their_own_row_alone(engine, monkeypatch):
     slow, quick = bj.grammar("start: /[a-f]{6}/"), bj.regex("[g-m]{12}")
-    find, held, hold = Matcher.find, [], Mailbox.hold
+    find, rows, hold = Matcher.find, [], Mailbox.hold
 
     def late(self):
         find(self)
@@ -118,7 +118,7 @@ def test_slow_masks_delay_their_own_row_alone(engine, monkeypatch):
             time.sleep(0.3)
 
     def noted(self, row):
-        held.append(row)
+        rows.append(row)
         hold(self, row)
 
     monkeypatch.setattr("bonsai_jax.constraints.masks.QUICK_S", -1.0)  # all masks are made in threads
@@ -128,7 +128,7 @@ def test_slow_masks_delay_their_own_row_alone(engine, monkeypatch):
     second = engine.submit("x", NOISE, max_new_tokens=20, constraint=quick)
     third = engine.submit("x", GREEDY, max_new_tokens=8, ignore_eos=True)
     assert re.fullmatch(quick.text, second.result(60).text) and len(third.result(60).tokens) == 8
-    assert not first.done and len(held) > 3
+    assert not first.done and len(rows) > 3
     assert re.fullmatch("[a-f]{6}", first.result(60).text)
 
 
@@ -222,12 +222,12 @@ def test_the_masks_of_a_mailbox(rows, words):
     receive = jax.jit(lambda address: host_masks.receive(address, places, ~free, words))
     for _ in range(3):
         masks = rng.integers(0, 2**32, (rows, words), dtype=np.uint32)
-        held = ~free & (rng.random(rows) < 0.3)
+        holds = ~free & (rng.random(rows) < 0.3)
         for i in np.flatnonzero(~free):
-            mailbox.hold(places[i]) if held[i] else mailbox.allow(places[i], masks[i])
-        masks[held], masks[free] = 0, 2**32 - 1
+            mailbox.hold(places[i]) if holds[i] else mailbox.allow(places[i], masks[i])
+        masks[holds], masks[free] = 0, 2**32 - 1
         allowed, draws = receive(np.array(mailbox.address, np.int32))
-        np.testing.assert_array_equal(draws, ~held)
+        np.testing.assert_array_equal(draws, ~holds)
         np.testing.assert_array_equal(allowed, masks)
     mailbox.close()
     np.testing.assert_array_equal(receive(np.array(mailbox.address, np.int32))[1], free)
