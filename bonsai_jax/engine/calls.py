@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from jaxtyping import UInt32
 
@@ -22,7 +21,7 @@ from bonsai_jax.engine import prefix_rows, split_guesses, split_rows
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.options import Options
 from bonsai_jax.engine.plans import Limits, Read, Request, Save
-from bonsai_jax.engine.programs import Call
+from bonsai_jax.engine.programs import Call, shapes_of
 from bonsai_jax.model import Model
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.weights import placement
@@ -63,7 +62,7 @@ class Calls:
         self._tables = np.zeros((self._data, options.max_batch_size, pages), np.int32)
         # By device and row: the table that self._tables has a copy of, and how many of its pages.
         self._copied: dict[tuple[int, int | None], tuple[list[int], int]] = {}
-        self._pool = jax.eval_shape(lambda state: state, pool)
+        self._pool = shapes_of(pool)
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
         self.mailbox = 0, 0
         self._padding = self.rules(SamplingParams(0.0, seed=0), [])  # the rules of rows without a request

@@ -83,6 +83,11 @@ class Call:
         return [a if a is None else parallel.place_rows(a, mesh) for a in self.arrays]
 
 
+def shapes_of(tree: Any) -> Any:
+    """Shapes in place of arrays, without tracing, which jax.eval_shape does."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
 class Programs:
     """The programs for one model and pool (any tree of arrays that they are given first), or for their
     shapes."""
@@ -90,7 +95,7 @@ class Programs:
     def __init__(self, model: Model, pool: Any):
         self.model = model  # of which programs take shapes and places alone; engines set another
         # Shapes in place of the pool, which the calls that run meanwhile donate.
-        self._pool = jax.eval_shape(lambda state: state, pool)
+        self._pool = shapes_of(pool)
         if model.mesh is not None:
             self._pool = jax.tree.map(lambda x, y: x.update(sharding=y.sharding), self._pool, pool)
         leaves, structure = jax.tree.flatten((model.params, pool))

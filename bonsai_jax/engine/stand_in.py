@@ -2,8 +2,9 @@
 
 A program takes 2 to 5 s to compile. Three short answers one after another, by a decode program of one row,
 are there in a tenth of a second, and so is a long prompt that is read in short chunks. But whoever asks for
-the like again and again gains from the right program. So it is compiled once stand-ins have cost half a
-second in all, by estimate: that is the most that a process loses for it, whatever it does later.
+the like again gains from the right program. So it is compiled the third time that it is asked for, or once
+stand-ins have cost half a second, by estimate, which may be a fifth of what they do cost. A call that has to
+wait for one program has the others that it asks for compiled, too.
 """
 
 import threading
@@ -11,12 +12,13 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from pallas_kernels.device import platform
 
-MOST_S = 0.5
+MOST_TIMES, MOST_S = 2, 0.5  # for one program, in this process
 ROWS_TWICE = 8  # a step of 1 + 8 rows takes about twice as long as a step of one row
 # A step of one row takes about LEAST_S and the time to read the weights at this rate.
 LEAST_S, CPU_BYTES_PER_S, GPU_BYTES_PER_S = 3e-4, 2e10, 2e12
 
-_lost_s: dict[Hashable, float] = {}  # by the program that was not compiled
+# By the program that was not compiled: how often another stood in for it, and what that has cost, in seconds.
+_lost: dict[Hashable, tuple[int, float]] = {}
 _LOCK = threading.Lock()
 
 
@@ -30,7 +32,8 @@ def steps(rows: int, answers: Sequence[int]) -> float:
 
 
 class StandIns:
-    """Programs by their sizes: rows of decode, or the shape of a prefill.
+    """The programs of one call of `generate` or `stream` by their sizes: rows of decode, or the shape of a
+    prefill.
 
     has         whether the program of a size need not be compiled
     program     what tells the program of a size from others
@@ -48,6 +51,8 @@ class StandIns:
         self._has, self._program, self._counts = has, program, counts
         rate = CPU_BYTES_PER_S if platform() == "cpu" else GPU_BYTES_PER_S
         self._step_s = LEAST_S + step_bytes / rate
+        self._times: dict[Hashable, int] = {}  # of each program before this call
+        self._compiles = False
 
     def best[Size: Hashable](
         self, size: Size, others: Iterable[Size], cost: Callable[[Size], float]
@@ -63,15 +68,16 @@ class StandIns:
         if least is None:
             return None
         more_s = max(0.0, cost(least) - cost(size)) * self._step_s
-        return least if _lose(self._program(size), more_s, self._counts) else None
+        return least if self._lose(self._program(size), more_s) else None
 
-
-def _lose(program: Hashable, more_s: float, counts: bool) -> bool:
-    """Whether there is so much time left to lose; then it counts as lost."""
-    with _LOCK:
-        lost_s = _lost_s.get(program, 0.0) + more_s
-        if lost_s > MOST_S:
-            return False
-        if counts:
-            _lost_s[program] = lost_s
-        return True
+    def _lose(self, program: Hashable, more_s: float) -> bool:
+        """Whether another program may stand in for this one once more; then that counts."""
+        with _LOCK:
+            times, lost_s = _lost.get(program, (0, 0.0))
+            times, lost_s = self._times.setdefault(program, times) + 1, lost_s + more_s
+            if lost_s > MOST_S or (more_s > 0 and (times > MOST_TIMES or self._compiles)):
+                self._compiles = True
+                return False
+            if self._counts:
+                _lost[program] = times, lost_s
+            return True

@@ -52,18 +52,23 @@ def bytes_per_token(config: ModelConfig, run: RunConfig) -> int:
     """Cache bytes for one more token of a sequence: keys and values of every layer that keeps them all, and
     of the draft layer where it is loaded. `run` must be resolved (plan.resolve)."""
     draft = config.attention.bytes_per_token(run) if config.draft else 0
-    return draft + sum(mixer.bytes_per_token(run) for layer in config.layers for mixer in layer.mixers)
+    return draft + sum(n * mixer.bytes_per_token(run) for mixer, n in _mixers(config).items())
 
 
 def bytes_per_row(config: ModelConfig, run: RunConfig) -> int:
     """Cache bytes of one sequence whatever its length: recurrent states, and keys and values of windows, when
     they are full."""
-    return sum(mixer.bytes_per_row(run) for layer in config.layers for mixer in layer.mixers)
+    return sum(n * mixer.bytes_per_row(run) for mixer, n in _mixers(config).items())
 
 
 def copied_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of one sequence that a step works on in a copy, beside the cache: recurrent states."""
-    return sum(mixer.copied_bytes(run) for layer in config.layers for mixer in layer.mixers)
+    return sum(n * mixer.copied_bytes(run) for mixer, n in _mixers(config).items())
+
+
+def _mixers(config: ModelConfig) -> collections.Counter:
+    """How many layers have each mixer: most are alike, and each asks which kernels would run it."""
+    return collections.Counter(mixer for layer in config.layers for mixer in layer.mixers)
 
 
 def score_bytes(config: ModelConfig) -> int:

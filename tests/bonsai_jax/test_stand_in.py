@@ -1,5 +1,7 @@
 """A program that is there stands in for one that would have to be compiled (engine/stand_in.py)."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,7 @@ from bonsai_jax.engine import programs, stand_in, stored
 def nothing_is_compiled_yet(monkeypatch, tmp_path):
     """As in a process of a user who has an empty folder of programs."""
     monkeypatch.setattr(stand_in, "MOST_S", 0.5)
-    monkeypatch.setattr(stand_in, "_lost_s", {})
+    monkeypatch.setattr(stand_in, "_lost", {})
     monkeypatch.setattr(programs, "compiled", {})
     monkeypatch.setattr(stored, "programs_folder", lambda: tmp_path)
 
@@ -73,7 +75,18 @@ def test_a_program_in_a_file_stands_in(model, compiled):
     assert answers(model, 3)[:1] == alone and not compiled
 
 
+def test_a_program_is_compiled_the_third_time(model, compiled):
+    """Also that of a prefill, which several plans of a call ask for."""
+    model = dataclasses.replace(model, run=dataclasses.replace(model.run, context=1856))  # nor this one
+    answers(model, 1)
+    for has_compiled in (False, False, True, False, False):
+        del compiled[:]
+        answers(model, 8)
+        assert bool(compiled) == has_compiled
+
+
 def test_stand_ins_lose_half_a_second_at_most(model, compiled, monkeypatch):
+    monkeypatch.setattr(stand_in, "MOST_TIMES", 100)
     answers(model, 1)
     lost_s = (stand_in.steps(1, [6] * 3) - stand_in.steps(4, [6] * 3)) * stand_in.LEAST_S
     monkeypatch.setattr(stand_in, "LEAST_S", stand_in.LEAST_S * 0.2 / lost_s)  # a call loses 0.2 s
@@ -89,7 +102,7 @@ def test_what_is_asked_ahead_of_time_loses_nothing(model, compiled):
     for _ in range(3):
         bj.compile_ahead(model, ["Hello"] * 3, max_new_tokens=6)
     answers(model, 3)
-    assert not compiled and len(stand_in._lost_s) == 1
+    assert not compiled and len(stand_in._lost) == 1
 
 
 def test_what_takes_no_longer_is_always_used(model, compiled, monkeypatch):
