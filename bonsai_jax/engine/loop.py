@@ -27,13 +27,14 @@ from bonsai_jax.engine.answers import Answer, Piece, Reader
 from bonsai_jax.engine.calls import Allowed, numbered
 from bonsai_jax.engine.constrained import Constrained
 from bonsai_jax.engine.delivery import Delivery, Drawn, piece
+from bonsai_jax.engine.flights import Flight, Letters
 from bonsai_jax.engine.options import Options
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.prefix import PrefixCache
 from bonsai_jax.engine.prefix_store import PrefixStore, Stored
 from bonsai_jax.engine.programs import Call
 from bonsai_jax.engine.prompts import Ids
-from bonsai_jax.engine.runner import Dispatch, Runner
+from bonsai_jax.engine.runner import Runner
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.engine.stand_in import StandIns
 from bonsai_jax.model import Model
@@ -42,25 +43,6 @@ from bonsai_jax.sampling_params import SamplingParams
 from pallas_kernels.device import platform
 
 STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
-
-
-@dataclasses.dataclass
-class Flight:
-    """A dispatch of a plan whose results are not read yet.
-
-    rows    the places in its results of the requests that draw
-    steps   of decode; 0: it is a prefill
-    guesses columns at the end of its results that propose what follows (split_guesses.py)
-    letters True: it takes letters from the mailbox; they are written or not (waits)
-    """
-
-    plan: Plan
-    rows: list[tuple[int, Request]]
-    dispatch: Dispatch
-    steps: int = 0
-    guesses: int = 0
-    letters: bool = False
-    waits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +84,7 @@ class Loop:
         self._looking: set[Request] = set()  # those for which files are read
         self.delivery = Delivery(self.cancel, together)
         self.constrained = Constrained(model, self._force, self.delivery.finish)
+        self.letters = Letters(self.runner, self._allowed)
         self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self.version = 0  # of the weights: how often they were replaced
@@ -220,7 +203,7 @@ class Loop:
         self.constrained.collect()
         if self.store is not None:
             self.store.step(self._prefix)
-        if not self._write_letters():
+        if not self.letters.write(self._flying, self.constrained.pending):
             self.delivery.deliver()
             self.constrained.wait()
             return True
@@ -297,7 +280,7 @@ class Loop:
 
     def close(self) -> None:
         """Free the device's memory."""
-        self._hold()
+        self.runner.close_mailbox()
         self.constrained.close()
         if self.store is not None:
             self.store.close(self._prefix)
@@ -413,54 +396,21 @@ class Loop:
         for call in order if calls else []:
             self.runner.compile(call)
 
-    def _empty_scheduler(self) -> Scheduler:
-        scheduler = Scheduler(self.runner.limits, self.runner.data)
-        if self.options.max_wait_s is not None:  # until `_time` has measured steps
-            scheduler.idle_steps = 1 if jax.process_count() == 1 else STEADY_STEPS
-        return scheduler
-
-    # Letters.
-
-    def _write_letters(self) -> bool:
-        """Write the letters that the next draw on the device waits for: masks, or to hold rows whose masks
-        are late. False: it would draw nothing, because masks are late, so it is better to wait."""
-        flight = next((flight for flight in self._flying if flight.letters), None)
-        if flight is None or not flight.waits:
-            return True
-        requests = [request for _, request in flight.rows]
-        draws = any(not r.constrained or (r.ready and not r.ended) for r in requests)
-        if not draws and self.constrained.pending and any(r.late for r in requests):
-            return False
-        self._post(flight)
-        return True
-
-    def _post(self, flight: Flight, hold: bool = False) -> None:
-        """Write the letters of a draw. hold: each row's, in place of masks."""
-        flight.waits, mailbox = False, self.runner.mailbox
-        for request, row in itertools.chain(*flight.plan.draws):
-            if not request.constrained or mailbox is None:
-                continue
-            allowed = None if hold or request.ended or not request.ready else self._allowed(request)
-            if allowed is None:
-                request.hold()
-                mailbox.hold(row)
-            else:
-                request.ready = False
-                mailbox.allow(row, allowed.masks[0])
-
     def _hold(self) -> None:
-        """Leave no draw on the device that waits for a letter. Whatever may load a program, or wait for the
-        device, comes after it, as the driver may load a program when the device is idle alone."""
-        for flight in self._flying:
-            if flight.waits:
-                self._post(flight, hold=True)
-            elif flight.letters:
-                jax.block_until_ready(flight.dispatch.drawn.result())  # it has taken its letters
+        """Leave no draw on the device that waits for a letter: before whatever may load a program, or waits
+        for the device."""
+        self.letters.hold(self._flying)
 
     def _need(self, part: str) -> None:
         if not self.runner.has_part(part):
             self._hold()
         self.runner.need(part)
+
+    def _empty_scheduler(self) -> Scheduler:
+        scheduler = Scheduler(self.runner.limits, self.runner.data)
+        if self.options.max_wait_s is not None:  # until `_time` has measured steps
+            scheduler.idle_steps = 1 if jax.process_count() == 1 else STEADY_STEPS
+        return scheduler
 
     # To the device.
 

@@ -189,10 +189,14 @@ class Runner:
             programs.model = model
         self._thread.submit(lambda: None).result()
 
-    def reset(self) -> None:
-        """Make an empty pool, after all dispatches. Raises what making one raises."""
+    def close_mailbox(self) -> None:
+        """No draw waits for its masks any more."""
         if self.mailbox is not None:
             self.mailbox.close()
+
+    def reset(self) -> None:
+        """Make an empty pool, after all dispatches. Raises what making one raises."""
+        self.close_mailbox()
         self._thread.submit(lambda: None).result()
         self._free()
         self._places = None  # a copy that failed may have been given one of them
@@ -203,8 +207,7 @@ class Runner:
 
     def close(self) -> None:
         """Free the pool's memory and end the thread."""
-        if self.mailbox is not None:
-            self.mailbox.close()
+        self.close_mailbox()
         self._thread.shutdown()
         self.programs.close()
         for programs in self._others.values():

@@ -12,7 +12,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.constraints import Matcher
 from bonsai_jax.engine import runner
-from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.flights import Letters
 from bonsai_jax.engine.mailbox import Mailbox
 from pallas_kernels import host_masks
 from tests.bonsai_jax.test_constrained_answers import NOISE, PERSON, WORDS
@@ -68,13 +68,13 @@ def sent(model=None):
 
 def holding_some(monkeypatch, seed: int, share: float) -> list[int]:
     """Hold whole draws at random. Returns the list that counts them."""
-    post, rng, count = Loop._post, np.random.default_rng(seed), []
+    post, rng, count = Letters.post, np.random.default_rng(seed), []
 
     def hold_some(self, flight, hold=False):
         count.append(int(hold or rng.random() < share))
         post(self, flight, bool(count[-1]))
 
-    monkeypatch.setattr(Loop, "_post", hold_some)
+    monkeypatch.setattr(Letters, "post", hold_some)
     return count
 
 
@@ -97,13 +97,13 @@ def test_rows_that_are_held_keep_their_recurrent_states(monkeypatch):
 
 def test_a_plan_is_dispatched_before_its_masks_are_made(engine, monkeypatch):
     """The loop has planned once more than it has written letters, whenever it writes some."""
-    post, ahead = Loop._post, []
+    post, ahead = Letters.post, []
 
     def noted(self, flight, hold=False):
-        ahead.append(self._unread_plans())
+        ahead.append(engine._loop._unread_plans())
         post(self, flight, hold)
 
-    monkeypatch.setattr(Loop, "_post", noted)
+    monkeypatch.setattr(Letters, "post", noted)
     engine.submit("x", NOISE, max_new_tokens=30, constraint=WORDS).result(60)
     assert len(ahead) > 10 and set(ahead) == {1}
 
@@ -191,13 +191,13 @@ def test_an_engine_can_be_closed_while_a_draw_waits(monkeypatch):
 
 
 def test_an_engine_goes_on_after_a_draw_that_failed(engine, monkeypatch):
-    mailbox, post = engine._loop.runner.mailbox, Loop._post
+    mailbox, post = engine._loop.runner.mailbox, Letters.post
 
     def fails(self, flight, hold=False):
-        monkeypatch.setattr(Loop, "_post", post)
+        monkeypatch.setattr(Letters, "post", post)
         raise OSError("no more letters")
 
-    monkeypatch.setattr(Loop, "_post", fails)
+    monkeypatch.setattr(Letters, "post", fails)
     with pytest.raises(RuntimeError, match="no more letters"):
         engine.submit("x", NOISE, max_new_tokens=20, constraint=WORDS).result(60)
     text = engine.submit("x", NOISE, max_new_tokens=60, constraint=WORDS).result(60).text

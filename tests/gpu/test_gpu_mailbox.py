@@ -9,7 +9,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.engine import runner
-from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.flights import Letters
 from bonsai_jax.engine.mailbox import Mailbox
 from pallas_kernels import host_masks
 
@@ -77,13 +77,13 @@ def test_answers_are_those_whose_masks_are_sent(source, monkeypatch):
             ]
             return [handle.result(600).tokens for handle in handles]
 
-    posted, post, rng = answers(), Loop._post, np.random.default_rng(0)
+    posted, post, rng = answers(), Letters.post, np.random.default_rng(0)
 
     def hold_some(self, flight, hold=False):
         post(self, flight, hold or rng.random() < 0.3)
 
-    monkeypatch.setattr(Loop, "_post", hold_some)
+    monkeypatch.setattr(Letters, "post", hold_some)
     assert answers() == posted
-    monkeypatch.setattr(Loop, "_post", post)
+    monkeypatch.setattr(Letters, "post", post)
     monkeypatch.setattr(runner, "has_mailbox", lambda model: False)
     assert answers() == posted
