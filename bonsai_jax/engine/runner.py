@@ -248,7 +248,8 @@ class Runner:
 def has_mailbox(model: Model) -> bool:
     """Whether draws can wait on the device for their masks, where one thread makes these and another one
     dispatches: to load a program the driver may have to wait until the device is idle."""
-    return model.mesh is None and platform().startswith("sm_")
+    able = platform().startswith("sm_") and int(platform()[3:]) >= 80  # Mosaic asks for these
+    return model.mesh is None and able
 
 
 def limits(model: Model, o: Options, recurrent: bool, mailbox: bool = False) -> Limits:
