@@ -12,6 +12,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.adapters import making
 from bonsai_jax.decoding import steps as core
+from bonsai_jax.decoding.state import Hidden
 from bonsai_jax.engine import calls, split_rows
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.network import decoder
@@ -108,14 +109,20 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
 
 @pytest.mark.parametrize("rows", [1, 8])
 def test_split_steps_compile_in_place(rows):
-    """The draw with masks and the reading of new tokens; a kernel gets a mask in an array of its own."""
+    """Draws with masks and the reading of new tokens; a kernel gets a mask, or what it needs to wait for one,
+    in arrays of its own."""
     with as_on_a_gpu((9, 0)):
         params, pool, config = shapes("synth:tiny-qwen3:q1_0", rows=16, context=256)
-    pool = pool.replace(hidden=jax.ShapeDtypeStruct((16, config.hidden), jnp.float32))
+    vectors = jax.ShapeDtypeStruct((16, config.hidden), jnp.float32)
+    pool = pool.replace(hidden=Hidden(vectors, jax.ShapeDtypeStruct((16,), bool)))
     pages, words = pool.cache.block_table.shape[1], split_rows.mask_words(config.vocab_size)
     cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(pool.cache.states["attention"]))
-    for function, width in ((split_rows.draw, words), (split_rows.read_newest, pages)):
-        columns = jax.ShapeDtypeStruct((rows, 1 + width), jnp.int32)
+    for function, width in (
+        (split_rows.draw, 1 + words),
+        (split_rows.draw_from_mailbox, 4),
+        (split_rows.read_newest, 2 + pages),
+    ):
+        columns = jax.ShapeDtypeStruct((rows, width), jnp.int32)
         compiled = compile_for_gpu(
             lambda params, pool, columns, f=function: f(params, pool, columns, config),
             params,
@@ -124,6 +131,9 @@ def test_split_steps_compile_in_place(rows):
             donate_argnums=1,
         )
         assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+        if function is not split_rows.read_newest:  # whose layers are a loop
+            before, entry = compiled.as_text().split("ENTRY")
+            assert "mosaic_gpu" in entry and "mosaic_gpu" not in before
 
 
 def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
