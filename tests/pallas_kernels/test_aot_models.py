@@ -123,13 +123,9 @@ def test_split_steps_compile_in_place(rows):
         (split_rows.read_newest, 2 + pages),
     ):
         columns = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-        compiled = compile_for_gpu(
-            lambda params, pool, columns, f=function: f(params, pool, columns, config),
-            params,
-            pool,
-            columns,
-            donate_argnums=1,
-        )
+        f = functools.partial(function, config=config)
+        with as_on_a_gpu((9, 0)):
+            compiled = compile_for_gpu(f, params, pool, columns, donate_argnums=1)
         assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
         if function is not split_rows.read_newest:  # whose layers are a loop
             before, entry = compiled.as_text().split("ENTRY")
