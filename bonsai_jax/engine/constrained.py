@@ -73,10 +73,14 @@ class Constrained:
         constraint has become too large."""
         matcher, request = answer.matcher, answer.request
         assert matcher is not None
-        if not tokens or answer.reader.end_tokens.intersection(tokens):
+        if not tokens:
+            return
+        request.complete = bool(answer.reader.end_tokens.intersection(tokens))
+        if request.complete:
             return
         matcher.consume(tokens)
-        if not matcher.complete and len(request.said) < request.max_new_tokens:
+        request.complete = self.over(answer)
+        if not request.complete:
             if guesses:
                 matcher.drafts = list(itertools.takewhile(lambda token: token != NO_TOKEN, guesses))
             self._find(answer)

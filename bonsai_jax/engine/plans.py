@@ -35,6 +35,7 @@ class Request:
     constrained    each of its draws needs a mask
     chained        it uses a sampler of decoding/chain.py
     ready          the host has the mask for its next draw
+    complete       its constraint allows no more draws; it ends when that is delivered
     undrawn        its newest token is read, and the next is not drawn: its steps are split (split_rows.py)
     guessed        its newest token is read with guesses (split_guesses.py)
     verifies       likewise for the token before, of the plan that draws
@@ -67,6 +68,7 @@ class Request:
     constrained: bool = False
     chained: bool = False
     ready: bool = True
+    complete: bool = False
     undrawn: bool = False
     guessed: bool = False
     verifies: bool = False

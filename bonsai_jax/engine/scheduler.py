@@ -360,7 +360,11 @@ class Scheduler:
         are ready, or all with a mailbox."""
         mailbox = self.limits.mailbox
         draws = [
-            [(r, r.row) for r in d.running if r.row is not None and r.undrawn and (mailbox or r.ready)]
+            [
+                (r, r.row)
+                for r in d.running
+                if r.row is not None and r.undrawn and (r.ready or (mailbox and not r.complete))
+            ]
             for d in self.devices
         ]
         for request, _ in itertools.chain(*draws):
