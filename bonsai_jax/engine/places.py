@@ -21,7 +21,7 @@ RETURNED = 1 << 16  # bytes; a draw returns less, unless many log-probabilities 
 class Places:
     """Keeps arrays where they are.
 
-    sent   most bytes that a draw is sent, for its masks
+    sent   most bytes that a draw is sent
     """
 
     def __init__(self, sent: int):

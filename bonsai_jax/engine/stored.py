@@ -48,7 +48,14 @@ _least = 0.0  # the user's setting of LEAST
 
 def settings() -> tuple[tuple[str, Any], ...]:
     """jax's settings on which programs may depend, with the contexts of this thread."""
-    return tuple(sorted((k, v) for k, v in jax.config.values.items() if not k.startswith(CACHES)))
+    values = jax.config.values
+    return tuple((name, values[name]) for name in _names(len(values)))
+
+
+@functools.lru_cache(1)
+def _names(count: int) -> list[str]:
+    """Of jax's settings on which programs may depend, of so many settings in all."""
+    return sorted(name for name in jax.config.values if not name.startswith(CACHES))
 
 
 def key(*parts: Any) -> str | None:
