@@ -34,7 +34,7 @@ POLL_S = 1e-4
 
 
 def place_words(words: int) -> int:
-    """Words of one row's place, for masks of so many words."""
+    """The size of one row's place in words, where a mask has this many."""
     return MASK + -(-words // MASK) * MASK
 
 
@@ -58,8 +58,8 @@ def receive(
     rows     int32, their places
     waits    False: this row has no letter to wait for, and every token is allowed
     words    of a mask
-    Returns the masks, of which bit i % 32 of word i // 32 says whether token i is allowed (all zeros for a
-    row that is held), and which rows are to draw: those that do not wait, and those with the letter DRAW.
+    Returns the masks, where bit i % 32 of word i // 32 says whether token i is allowed (all zeros for a row
+    that is held), and which rows are to draw: those that do not wait, and those with the letter DRAW.
     On a CPU Python waits (jax.experimental.io_callback); engines there send masks with their draws.
     """
     if device.platform() == "cpu":

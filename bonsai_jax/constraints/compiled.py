@@ -29,8 +29,8 @@ LIMITS = {"max_lexer_states": 50_000, "max_grammar_size": 200_000, "verbose_erro
 # JSON as json.dumps writes it. Where any whitespace may come, small models write nothing else.
 JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
-# llguidance makes the masks of these expressions once. Where an answer may go on by all texts of one, only
-# the other tokens are looked at. Blanks, and what a JSON string with a maxLength may have so many more of.
+# llguidance prepares a mask for each of these expressions. Where all texts of one may follow, it checks only
+# the remaining tokens. They are white space, and text in a JSON string, by length because of maxLength.
 IN_STRING, LENGTHS = r'[^"\\\x00-\x1F\x7F]', (4, 6, 8, 10, 12, 16, 30)
 SLICES = [r"[\x20\x0A\x0D\x09]+", *(f"{IN_STRING}{{1,{n}}}" for n in LENGTHS), f"{IN_STRING}+"]
 

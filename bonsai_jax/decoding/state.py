@@ -39,7 +39,7 @@ class Hidden(struct.PyTreeNode):
 
     vectors  float32 [B, H], the residual stream after each row's newest token, or [B, W, H], after proposals
              too
-    undrawn  bool [B], the row's last draw took no token, so its vector is still wanted
+    undrawn  bool [B], the row's last draw took no token, so its vector is still to be drawn from
     """
 
     vectors: Float[Array, "B *W H"]

@@ -54,7 +54,7 @@ def settings() -> tuple[tuple[str, Any], ...]:
 
 @functools.lru_cache(1)
 def _names(count: int) -> list[str]:
-    """Of jax's settings on which programs may depend, of so many settings in all."""
+    """The names of jax's settings on which programs may depend. count: of all its settings."""
     return sorted(name for name in jax.config.values if not name.startswith(CACHES))
 
 

@@ -146,7 +146,7 @@ def test_answers_that_are_cancelled_leave_others_alone(engine):
 
 
 def test_pre_emption_and_forced_tokens():
-    """Few pages, and texts of which the most is forced, so that it is read in chunks."""
+    """Few pages, and texts that are mostly forced, so that they are read in chunks."""
     text = "north by north-west, said the old sailor, and then east. "
     each = [bj.regex(f"{text}(a|b|c){{20,30}}"), WORDS, bj.regex(f"[xyz]{text}{{1}}(d|e){{9}}"), None] * 2
     want = []
