@@ -59,7 +59,7 @@ class Letters:
 
     def hold(self, flying: Iterable[Flight]) -> None:
         """Leave no draw on the device that waits for a letter. Whatever may load a program, or waits for the
-        device, comes after it: while a draw waits, the driver may load none, and the loop is who writes."""
+        device, comes after it: while a draw waits, the driver may load none, and no other thread writes."""
         for flight in flying:
             if flight.waits:
                 self.post(flight, hold=True)

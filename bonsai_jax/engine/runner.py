@@ -9,6 +9,7 @@ mesh it returns when its steps are nearly over, because the host decides after e
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
@@ -107,6 +108,7 @@ class Runner:
             self._others[parts] = Programs(self.model, self._pool.replace(**own))
 
     def has_part(self, part: str) -> bool:
+        """Whether `need` was called for it."""
         return part in self._parts
 
     def has(self, calls: Sequence[Call]) -> bool:
@@ -198,6 +200,7 @@ class Runner:
         """Make an empty pool, after all dispatches. Raises what making one raises."""
         self.close_mailbox()
         self._thread.submit(lambda: None).result()
+        self._finish_draws()
         self._free()
         self._places = None  # a copy that failed may have been given one of them
         if self.mailbox is not None:
@@ -209,10 +212,18 @@ class Runner:
         """Free the pool's memory and end the thread."""
         self.close_mailbox()
         self._thread.shutdown()
+        self._finish_draws()
         self.programs.close()
         for programs in self._others.values():
             programs.close()
         self._free()
+
+    def _finish_draws(self) -> None:
+        """Wait until the device has run all draws. Each looks into the mailbox once more, whose memory may
+        then be another's. An error of theirs is raised where their results are read."""
+        for array in jax.tree.leaves((self._pool, self._parts)) if self.mailbox is not None else []:
+            with contextlib.suppress(RuntimeError):  # also that of an array that a failed call was given
+                array.block_until_ready()
 
     def _make_mailbox(self) -> None:
         words = split_rows.mask_words(self.model.config.vocab_size)

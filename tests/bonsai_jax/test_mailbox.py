@@ -179,6 +179,10 @@ def test_an_engine_can_be_closed_while_a_draw_waits(monkeypatch):
         go_on.wait(20)
 
     engine.submit("x", NOISE, max_new_tokens=20, constraint=WORDS).result(60)
+    dispatches, dispatch = [], engine._loop.runner.dispatch
+    monkeypatch.setattr(
+        engine._loop.runner, "dispatch", lambda call: dispatches.append(dispatch(call)) or dispatches[-1]
+    )
     monkeypatch.setattr(Matcher, "find", stuck)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("bonsai_jax.constraints.masks.QUICK_S", -1.0)  # all masks are made in threads
@@ -188,6 +192,8 @@ def test_an_engine_can_be_closed_while_a_draw_waits(monkeypatch):
         engine.close()
     go_on.set()
     assert time.monotonic() - began < 10 and handle.result(10).finish_reason == "cancelled"
+    drawn = [array for one in dispatches for array in jax.tree.leaves(one.drawn.result())]
+    assert drawn and all(array.is_ready() for array in drawn)  # none looks into the mailbox any more
 
 
 def test_an_engine_goes_on_after_a_draw_that_failed(engine, monkeypatch):
