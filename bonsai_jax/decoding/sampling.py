@@ -29,8 +29,10 @@ class Sampler(struct.PyTreeNode):
                 draws depend on its seed and its position only
     bias_ids    int32 [B, M], token ids with a logit bias, padded with an id beyond the vocabulary
     bias        float32 [B, M]
-    seen        bool [B, V]: the token is in the prompt or the answer
+    seen        bool [B, V], tables of tokens: whether each is in the prompt or the answer
     counts      int32 [B, V]: times it is in the answer
+    table       int32 [B], the row of `seen` and `counts` that each row has, where they are the tables of
+                other rows too (an engine's): no two the same; beyond all: nothing is counted. None: its own
     impl        the kernel that draws (pallas_kernels.sampling), chosen for the default device
     scored      whether Logprobs, where they are asked for, have `sampled`
     """
@@ -46,8 +48,9 @@ class Sampler(struct.PyTreeNode):
     bias_ids: Int[Array, "B M"]
     bias: Float[Array, "B M"]
     keys: Key[Array, "B"]
-    seen: Bool[Array, "B V"]
-    counts: Int[Array, "B V"]
+    seen: Bool[Array, "tables V"]
+    counts: Int[Array, "tables V"]
+    table: Int[Array, "B"] | None = None
     impl: str = struct.field(pytree_node=False, default="reference")
     scored: bool = struct.field(pytree_node=False, default=False)
 
@@ -222,24 +225,44 @@ def any_seed() -> int:
 
 def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
     """Enter a prompt's tokens, those that are valid, for the repetition penalty."""
-    row = jnp.arange(tokens.shape[0])[:, None]
-    beyond = s.seen.shape[1]  # dropped
-    return s.replace(seen=s.seen.at[row, jnp.where(valid, tokens, beyond)].set(True, mode="drop"))
+    tokens = jnp.where(valid, tokens, s.seen.shape[1])  # beyond the vocabulary: dropped
+    return s.replace(seen=s.seen.at[_table(s)[:, None], tokens].set(True, mode="drop"))
 
 
 def remember(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
     """Count the answer's tokens, those that are valid, for all penalties."""
-    row = jnp.arange(tokens.shape[0])[:, None]
-    tokens = jnp.where(valid, tokens, s.seen.shape[1])  # beyond the vocabulary: dropped
-    seen = s.seen.at[row, tokens].set(True, mode="drop")
-    return s.replace(seen=seen, counts=s.counts.at[row, tokens].add(1, mode="drop"))
+    at = _table(s)[:, None], jnp.where(valid, tokens, s.seen.shape[1])  # beyond the vocabulary: dropped
+    return s.replace(seen=s.seen.at[at].set(True, mode="drop"), counts=s.counts.at[at].add(1, mode="drop"))
+
+
+def without_tables(s: Sampler, rows: Bool[Array, "B"]) -> Sampler:
+    """The sampler that counts nothing of these rows."""
+    return s.replace(table=jnp.where(rows, len(s.seen), _table(s)))
+
+
+def cleared(s: Sampler, rows: Bool[Array, "B"]) -> Sampler:
+    """The sampler with empty tables of these rows."""
+    at = jnp.where(rows, _table(s), len(s.seen))
+    return s.replace(seen=s.seen.at[at].set(False, mode="drop"), counts=s.counts.at[at].set(0, mode="drop"))
+
+
+def with_own_tables(s: Sampler) -> Sampler:
+    """The sampler whose tables are those of its rows alone, in their order."""
+    if s.table is None:
+        return s
+    seen, counts = (x.at[s.table].get(mode="clip") for x in (s.seen, s.counts))
+    return s.replace(seen=seen, counts=counts, table=None)
+
+
+def _table(s: Sampler) -> Int[Array, "B"]:
+    return jnp.arange(len(s.keys), dtype=jnp.int32) if s.table is None else s.table
 
 
 def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
     """A sampler with arrays [B, T, ...] for each row's next T tokens: element t as if tokens[:, :t] had been
     drawn. Negative tokens do not count."""
     rows, T = tokens.shape[0], tokens.shape[1] + 1
-    each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), s)  # [B T, ...]
+    each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), with_own_tables(s))  # [B T, ...]
     earlier = (tokens[:, None] >= 0) & (jnp.arange(T - 1) < jnp.arange(T)[:, None])  # [B, T, T - 1]
     before = jnp.broadcast_to(tokens[:, None], earlier.shape).reshape(rows * T, T - 1)
     each = remember(each, before, earlier.reshape(rows * T, T - 1))
@@ -291,4 +314,5 @@ def sample(
 
 def rules(s: Sampler, allowed: UInt32[Array, "B words"] | None = None) -> Rules:
     """The rules of a draw; allowed: as for `sample`."""
-    return Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
+    same = [name for name in Rules._fields if name not in ("table", "allowed")]
+    return Rules(**{name: getattr(s, name) for name in same}, table=_table(s), allowed=allowed)

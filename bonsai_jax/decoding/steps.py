@@ -486,7 +486,10 @@ def draw(
     """
     running = state.remaining > 0
     scores = decoder.unembed(params, hidden, config)
-    logits = scores if logits_processor is None else logits_processor(scores, state)
+    logits = scores
+    if logits_processor is not None:
+        own = state.replace(sampler=sampling.with_own_tables(state.sampler))
+        logits = logits_processor(scores, own)
     if np.shape(logits) != scores.shape:
         raise ValueError(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"

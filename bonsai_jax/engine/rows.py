@@ -5,8 +5,9 @@
 Pages stay in the pool; the host sends the block tables with each call. So a few rows run in a small program,
 whichever rows they are. Over a mesh each device has a pool, with rows and pages of its own.
 
-The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool
-unless one of these rows has a penalty.
+The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool:
+a draw is told which of them each row has (Sampler.table). A table is emptied where a request with penalties
+starts, so for others it holds what earlier requests left, and nobody reads it.
 
 A pool with State.chain has programs of its own, which run while a request uses one of its samplers.
 """
@@ -137,8 +138,8 @@ def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Resul
     """Give rows the tokens that they will not read, because their pages hold them already, for penalties,
     proposals and logits processors. columns: `packed` rows of `layout`, with one token or more."""
     chunk = chunk_fields(pool, columns)
-    state = started(take(pool, chunk["row"], chunk["table"], True), chunk)
-    return Result(put(pool, noted_tokens(state, chunk), chunk["row"], True))
+    state = started(take(pool, chunk["row"], chunk["table"]), chunk, True)
+    return Result(put(pool, noted_tokens(state, chunk, True), chunk["row"]))
 
 
 @over_mesh(RESULT)
@@ -171,20 +172,15 @@ def prefill(
     chunk = chunk_fields(pool, columns)
     remembers = remembered(chunk["rules"], logits_processor)
     pool, state, tokens = begun(pool, chunk, vectors, remembers)
-    noted = state.sampler
+    # Rows that have more to read draw a token, too; it is dropped, and not counted. A chain draws only where
+    # `remaining` is above 0.
+    draws = chunk["draws"] > 0
+    state = state.replace(sampler=sampling.without_tables(state.sampler, ~draws))
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     params = with_adapters(params, state)
     state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
-    # Rows that have more to read draw a token, too; it is dropped.
-    draws = chunk["draws"][:, None] > 0
-    after = state.sampler
-    state = state.replace(
-        sampler=after.replace(
-            seen=jnp.where(draws, after.seen, noted.seen), counts=jnp.where(draws, after.counts, noted.counts)
-        )
-    )  # a chain draws only where `remaining` is above 0
-    drawn = jnp.where(draws, token[:, None], NO_TOKEN)
-    pool = put(pool, state, chunk["row"], remembers, chunk["saves"])
+    drawn = jnp.where(draws, token, NO_TOKEN)[:, None]
+    pool = put(pool, state, chunk["row"], chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
     return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores, row_mu(state))
 
@@ -208,9 +204,7 @@ def decode(
     """
     first = 2 + (pool.chain is not None)
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, first:])
-    remembers = rows_remember(pool, rows, logits_processor)
-    state = take(pool, rows, table, remembers)
-    state = only_chained(state, columns, 2)
+    state = only_chained(take(pool, rows, table), columns, 2)
     state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
@@ -222,7 +216,7 @@ def decode(
     state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
     taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
     drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
-    return Result(put(pool, state, rows, remembers), drawn, scores, row_mu(state))
+    return Result(put(pool, state, rows), drawn, scores, row_mu(state))
 
 
 def with_adapters(params: Params, state: State) -> Params:
@@ -254,80 +248,66 @@ def chunk_fields(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any
 def remembered(
     rules: Mapping[str, Array], logits_processor: LogitsProcessor | None
 ) -> bool | Bool[Array, ""]:
-    """Whether draws depend on earlier tokens."""
+    """Whether draws of some of these requests depend on earlier tokens."""
     penalized = [jnp.any(rules[name] != neutral) for name, neutral in PENALTIES.items()]
     return logits_processor is not None or jnp.any(jnp.stack(penalized))
-
-
-def rows_remember(
-    pool: State, rows: Int[Array, "R"], logits_processor: LogitsProcessor | None
-) -> bool | Bool[Array, ""]:
-    """Whether draws of these rows depend on earlier tokens."""
-    rules = {
-        name: getattr(pool.sampler, name).at[rows].get(mode="clip", wrap_negative_indices=False)
-        for name in PENALTIES
-    }
-    return remembered(rules, logits_processor)
 
 
 def take(
     pool: State,
     rows: Int[Array, "R"],
     table: Int[Array, "R pages"],
-    remembers: bool | Bool[Array, ""],
     begins: Int[Array, "R"] | None = None,
 ) -> State:
-    """The State of these rows, with the pages of all rows, beginning as `begins`. Tables of penalties are
-    zeros unless `remembers`."""
-    state = take_without_states(pool, rows, remembers)
+    """The State of these rows, with the pages and the tables of penalties of all rows, beginning as `begins`.
+    A row beyond all has no table."""
+    state = take_without_states(pool, rows)
     state = with_states(state, map_states(lambda state: state.taken(rows, begins), states_of(pool)))
     return state.replace(cache=state.cache.replace(block_table=table))
 
 
-def take_without_states(pool: State, rows: Int[Array, "R"], remembers: bool | Bool[Array, ""]) -> State:
+def take_without_states(pool: State, rows: Int[Array, "R"]) -> State:
     """`take` without what mixers store."""
-    by_row, memory = _parts(pool)
 
-    def gathered(tree):
-        return jax.tree.map(lambda x: x.at[rows].get(mode="clip", wrap_negative_indices=False), tree)
+    def gathered(x):
+        return x.at[rows].get(mode="clip", wrap_negative_indices=False)
 
-    def nothing(tree):
-        return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
-
-    return _with_memory(gathered(by_row), _either(remembers, gathered, nothing, memory))
+    return _with_tables(jax.tree.map(gathered, _by_row(pool)), pool.sampler, rows)
 
 
 def put(
     pool: State,
     state: State,
     rows: Int[Array, "R"],
-    remembers: bool | Bool[Array, ""],
     saves: Int[Array, "R"] | None = None,
 ) -> State:
     """The pool with this State in these rows, and with what mixers store of them in `saves` too."""
     states = map_states(lambda old, new: old.put(new, rows, saves), states_of(pool), states_of(state))
-    return with_states(put_without_states(pool, state, rows, remembers), states)
+    return with_states(put_without_states(pool, state, rows), states)
 
 
-def put_without_states(
-    pool: State, state: State, rows: Int[Array, "R"], remembers: bool | Bool[Array, ""]
-) -> State:
+def put_without_states(pool: State, state: State, rows: Int[Array, "R"]) -> State:
     """`put` that leaves what mixers store as it is."""
 
-    def with_rows(both):
-        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
+    def with_rows(x, y):
+        return x.at[rows].set(y, mode="drop", wrap_negative_indices=False)
 
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
-    (old, old_memory), (new, new_memory) = _parts(pool), _parts(state)
-    memory = _either(remembers, with_rows, lambda both: both[0], (old_memory, new_memory))
-    return with_states(_with_memory(with_rows((old, new)), memory), states_of(pool))
+    both = jax.tree.map(with_rows, _by_row(pool), _by_row(state))
+    return with_states(_with_tables(both, state.sampler, None), states_of(pool))
 
 
-def _parts(state: State) -> tuple[State, tuple[Array, Array]]:
-    """Arrays with rows first, and the tables of penalties, with rows first too. Without what mixers store."""
-    sampler, without = state.sampler, map_states(lambda state: None, states_of(state))
-    return _with_memory(with_states(state, without), ((), ())), (sampler.seen, sampler.counts)
+def _by_row(state: State) -> State:
+    """The arrays with rows first, without what mixers store and tables of penalties."""
+    without = with_states(state, map_states(lambda state: None, states_of(state)))
+    return without.replace(sampler=without.sampler.replace(seen=(), counts=(), table=None))
+
+
+def _with_tables(state: State, its: sampling.Sampler, table: Int[Array, "R"] | None) -> State:
+    """The state with the tables of this sampler, and which of them each row has."""
+    sampler = state.sampler.replace(seen=its.seen, counts=its.counts, table=table)
+    return state.replace(sampler=sampler)
 
 
 def states_of(state: State) -> Any:
@@ -344,15 +324,13 @@ def with_states(state: State, states: Any) -> State:
     return state.replace(cache=state.cache.replace(states=own))
 
 
-def _with_memory(state: State, memory: Any) -> State:
-    seen, counts = memory
-    return state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))
-
-
-def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, operand: Any) -> Any:
-    if isinstance(which, bool):
-        return yes(operand) if which else no(operand)
-    return jax.lax.cond(which, yes, no, operand)
+def _only_if(
+    remembers: bool | Bool[Array, ""], change: Callable[[sampling.Sampler], sampling.Sampler], state: State
+) -> State:
+    """The state whose tables of penalties are changed, if they will be read."""
+    if isinstance(remembers, bool):
+        return state.replace(sampler=change(state.sampler)) if remembers else state
+    return state.replace(sampler=jax.lax.cond(remembers, change, lambda same: same, state.sampler))
 
 
 def begun(
@@ -365,24 +343,20 @@ def begun(
     and the tokens or vectors to read."""
     pages = chunk["copy_from"], chunk["copy_to"]
     pool = with_states(pool, map_states(lambda state: state.with_page_copies(*pages), states_of(pool)))
-    state = started(take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
+    state = started(take(pool, chunk["row"], chunk["table"], chunk["begins"]), chunk, remembers)
     if vectors is None:
-        return pool, noted_tokens(state, chunk), chunk["tokens"]
+        return pool, noted_tokens(state, chunk, remembers), chunk["tokens"]
     return pool, state, vectors
 
 
-def started(state: State, chunk: dict[str, Any]) -> State:
+def started(state: State, chunk: dict[str, Any], remembers: bool | Bool[Array, ""]) -> State:
     """The state of each row as its chunk says, with empty tables of penalties where a request starts."""
     rules = dict(chunk["rules"])
     stop_ids, seeds, adapter = rules.pop("stop_ids"), rules.pop("seeds"), rules.pop("adapter", None)
     rules["temperature_first"] = rules["temperature_first"] > 0
     starts = chunk["starts"][:, None] > 0
-    sampler = state.sampler.replace(
-        keys=sampling.keys(seeds),
-        seen=state.sampler.seen & ~starts,
-        counts=jnp.where(starts, 0, state.sampler.counts),
-        **rules,
-    )
+    state = state.replace(sampler=state.sampler.replace(keys=sampling.keys(seeds), **rules))
+    state = _only_if(remembers, lambda sampler: sampling.cleared(sampler, starts[:, 0]), state)
     if state.speculation is not None:
         ids = jnp.where(starts, NO_TOKEN, state.speculation.ids)
         state = state.replace(speculation=state.speculation.replace(ids=ids))
@@ -397,23 +371,25 @@ def started(state: State, chunk: dict[str, Any]) -> State:
         cache=state.cache.replace(lengths=chunk["first"]),
         remaining=jnp.where(chunk["draws"] > 0, chunk["remaining"], 0),
         stop_ids=stop_ids,
-        sampler=sampler,
         adapter=adapter,
     )
 
 
-def noted_tokens(state: State, chunk: dict[str, Any]) -> State:
+def noted_tokens(state: State, chunk: dict[str, Any], remembers: bool | Bool[Array, ""]) -> State:
     """Count the tokens of this chunk for penalties, and store them for proposals."""
     tokens, offset = chunk["tokens"], jnp.arange(chunk["tokens"].shape[1])
     valid = offset < chunk["count"][:, None]
     answer = chunk["first"][:, None] + offset >= chunk["answer"][:, None]
-    noted = sampling.remember(sampling.read_prompt(state.sampler, tokens, valid), tokens, valid & answer)
+
+    def noted(sampler: sampling.Sampler) -> sampling.Sampler:
+        return sampling.remember(sampling.read_prompt(sampler, tokens, valid), tokens, valid & answer)
+
     if state.speculation is not None:
         known = speculation.note(state.speculation, tokens, chunk["first"], valid)
         state = state.replace(speculation=known)
     if state.chain is not None:
         state = state.replace(chain=chain.note(state.chain, tokens, chunk["first"], valid))
-    return state.replace(sampler=noted)
+    return _only_if(remembers, noted, state)
 
 
 save_rows = jitted.donating(save, "pool")

@@ -53,7 +53,7 @@ def read_newest(
     columns   as for split_rows.read_newest; each draw takes a token here
     """
     rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 2:])
-    state = only_rows(whole.take(pool, rows, table, False), rows, pool)
+    state = only_rows(whole.take(pool, rows, table), rows, pool)
     width, params = _width(pool), whole.with_adapters(params, state)
     proposals = _proposed(params, state, config, width)
     first, running = state.cache.lengths, state.remaining > 0
@@ -75,7 +75,7 @@ def read_newest(
     own: Any = state.hidden
     cache = cache.replace(lengths=first + running)
     state = state.replace(hidden=own.replace(vectors=hidden), cache=cache)
-    return Result(whole.put(pool, state, rows, False))
+    return Result(whole.put(pool, state, rows))
 
 
 @over_mesh(RESULT)
@@ -98,8 +98,7 @@ def draw(
     rows, proposals, words = columns[:, 0], columns[:, 1:width], columns[:, width:]
     words = jax.lax.optimization_barrier(words).reshape(len(rows), width, -1)
     allowed = jax.lax.bitcast_convert_type(words, jnp.uint32)
-    remembers = whole.rows_remember(pool, rows, logits_processor)
-    state = only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
+    state = only_rows(whole.take_without_states(pool, rows), rows, pool)
     hidden: Any = state.hidden
     readable = (state.remaining > 0)[:, None] & speculation.up_to(proposals != NO_TOKEN)
     state, accepted, drawn, scores = speculation.verify(
@@ -108,7 +107,7 @@ def draw(
     following = _proposed(params, state, config, width)
     tokens = jnp.where(accepted, drawn, NO_TOKEN)
     result = jnp.concatenate([jnp.ones_like(tokens[:, :1]), tokens, following], axis=1)
-    return Result(whole.put_without_states(pool, state, rows, remembers), result, scores)
+    return Result(whole.put_without_states(pool, state, rows), result, scores)
 
 
 def _proposed(params: Params, state: State, config: ModelConfig, width: int) -> Int[Array, "R W-1"]:

@@ -63,7 +63,7 @@ def read_chunk(
     if own.vectors.ndim == 3:  # split_guesses.py: nothing is guessed yet
         vectors = jnp.pad(vectors[:, None], ((0, 0), (0, own.vectors.shape[1] - 1), (0, 0)))
     state = state.replace(hidden=own.replace(vectors=vectors))
-    return Result(whole.put(pool, state, chunk["row"], remembers, chunk["saves"]))
+    return Result(whole.put(pool, state, chunk["row"], chunk["saves"]))
 
 
 @over_mesh(RESULT)
@@ -81,14 +81,14 @@ def read_newest(
               pages
     """
     rows, table = columns[:, 0], jax.lax.optimization_barrier(columns[:, 2:])
-    state = only_rows(whole.take(pool, rows, table, False), rows, pool)
+    state = only_rows(whole.take(pool, rows, table), rows, pool)
     params = whole.with_adapters(params, state)
     before: Any = state.hidden
     waits = before.undrawn & (columns[:, 1] > 0)
     vectors, read = steps.read_newest(params, without(state, waits), config, taps)
     vectors = jnp.where(waits[:, None], before.vectors, vectors)
     state = read.replace(remaining=state.remaining, hidden=before.replace(vectors=vectors))
-    return Result(whole.put(pool, state, rows, False))
+    return Result(whole.put(pool, state, rows))
 
 
 @over_mesh(RESULT)
@@ -148,8 +148,7 @@ def _drawn(
     logprobs: int | None,
 ) -> Result:
     rows = columns[:, 0]
-    remembers = whole.rows_remember(pool, rows, logits_processor)
-    state = only_rows(whole.take_without_states(pool, rows, remembers), rows, pool)
+    state = only_rows(whole.take_without_states(pool, rows), rows, pool)
     state = whole.only_chained(state, columns, 1)
     own: Any = state.hidden
     after, tokens, scores = steps.draw(
@@ -158,7 +157,7 @@ def _drawn(
     remaining = jnp.where(draws, after.remaining, state.remaining)
     state = after.replace(remaining=remaining, hidden=own.replace(undrawn=~draws))
     drawn = jnp.stack([jnp.ones_like(tokens), tokens], axis=1)
-    pool = whole.put_without_states(pool, state, rows, remembers)
+    pool = whole.put_without_states(pool, state, rows)
     return Result(pool, drawn, jax.tree.map(lambda x: x[:, None], scores), whole.row_mu(state))
 
 

@@ -42,7 +42,7 @@ ARRAYS = ("x", "values", "weights", "ids")  # of a row, in the workspace; the la
 FIELDS = (
     "logits", "temperature", "top_k", "top_p", "min_p", "temperature_first", "repetition_penalty",
     "presence_penalty", "frequency_penalty", "bias_ids", "bias", "seen", "counts", "keys", "positions",
-    "allowed",
+    "table", "allowed",
 )  # fmt: skip
 RESULTS = ("tokens", "seen", "counts", "workspace")
 BYTES = {"temperature_first": 1, "seen": 1}  # of an element, where it is not 4
@@ -84,13 +84,16 @@ class _Row:
         stride = ffi.result_size(frame, RESULTS.index("workspace"), 2) * 4
         start = ffi.result(frame, RESULTS.index("workspace")).at(row * len(ARRAYS) * stride)
         self.arrays = {name: start.at(stride * i) for i, name in enumerate(ARRAYS)}
+        tables, number = ffi.size(frame, FIELDS.index("seen"), 0), self.number("table", I32).unsigned(I64)
+        self.counted = number.compared("<", tables)
+        self.table = self.counted.select(number, 0)
         self.temperature, self.top_p, self.min_p = map(self.number, ("temperature", "top_p", "min_p"))
         self.zero = constant(self.b, I64, 0)
 
     def field(self, name: str) -> Value:
         """The address of this row's part of an argument."""
         i = FIELDS.index(name)
-        part = self.row * BYTES.get(name, 4)
+        part = (self.table if name in ("seen", "counts") else self.row) * BYTES.get(name, 4)
         if name in ("logits", "bias_ids", "bias", "seen", "counts", "keys", "allowed"):
             part = part * ffi.size(self.frame, i, 1)
         return ffi.argument(self.frame, i).at(part)
@@ -116,11 +119,12 @@ class _Row:
             token.value = self.first(peak.value)
             with when(self.temperature.compared(">", 0.0)):
                 token.value = self.drawn(peak.value, token.value)
-            self.remember(token.value)
+            with when(self.counted):
+                self.remember(token.value)
         ffi.result(self.frame, RESULTS.index("tokens")).at(self.row * 4).store(token.value)
 
     def remember(self, token: Value) -> None:
-        at = self.row * self.vocabulary + token.unsigned(I64)
+        at = self.table * self.vocabulary + token.unsigned(I64)
         ffi.result(self.frame, RESULTS.index("seen")).at(at).store(self.whole(1, I8))
         count = ffi.result(self.frame, RESULTS.index("counts")).at(at * 4)
         count.store(count.load(I32) + 1)

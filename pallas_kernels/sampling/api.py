@@ -14,7 +14,7 @@ def draw(
     positions: Int[Array, "B"],
     *,
     impl: str = "reference",
-) -> tuple[Int[Array, "B"], Bool[Array, "B V"], Int[Array, "B V"]]:
+) -> tuple[Int[Array, "B"], Bool[Array, "tables V"], Int[Array, "tables V"]]:
     """The next token of each row, and the tables of tokens with it.
 
     token = argmax over what truncation keeps of  x / temperature + noise,  x the logit after penalties and

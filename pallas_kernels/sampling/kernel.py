@@ -151,9 +151,9 @@ def _draw(
         drawable = (score > NEGATIVE_INFINITY) & (score < INFINITY)
         with lanes.when(lanes.thread() == 0):
             memory.store(select(drawable, token, NO_TOKEN), tokens, row.row)
-        with lanes.when((lanes.thread() == 0) & drawable):
-            memory.store(true(), rules.seen, row.row, token)
-            memory.store(memory.load(rules.counts, row.row, token) + 1, rules.counts, row.row, token)
+        with lanes.when((lanes.thread() == 0) & drawable & row.counted):
+            memory.store(true(), rules.seen, row.table, token)
+            memory.store(memory.load(rules.counts, row.table, token) + 1, rules.counts, row.table, token)
 
     def group_words(ref, otherwise):
         """A word of each of this thread's groups."""

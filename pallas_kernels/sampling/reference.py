@@ -14,7 +14,7 @@ WIDTH = 128  # a CPU goes over 151,680 numbers ten times as fast as over 151,669
 
 def draw(
     logits: Float[Array, "B V"], rules: Rules, keys: UInt32[Array, "B 2"], positions: Int[Array, "B"]
-) -> tuple[Int[Array, "B"], Bool[Array, "B V"], Int[Array, "B V"]]:
+) -> tuple[Int[Array, "B"], Bool[Array, "tables V"], Int[Array, "tables V"]]:
     """As pallas_kernels.sampling.draw says. A batch of greedy rows skips all but the argmax."""
     logits = penalize(rules, logits.astype(jnp.float32))
     # NaN counts as +inf, because XLA's maximum on a CPU may pass over it.
@@ -28,16 +28,16 @@ def draw(
         jax.vmap(at_position)(keys, positions),
     )
     drawable = jnp.isfinite(peak)
-    row, at = jnp.arange(len(tokens)), jnp.where(drawable, tokens, rules.seen.shape[1])
-    tables = rules.seen.at[row, at].set(True, mode="drop"), rules.counts.at[row, at].add(1, mode="drop")
+    at = rules.table, jnp.where(drawable, tokens, rules.seen.shape[1])
+    tables = rules.seen.at[at].set(True, mode="drop"), rules.counts.at[at].add(1, mode="drop")
     return jnp.where(drawable, tokens, NO_TOKEN), *tables
 
 
 def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B width"]:
     """Logits after penalties and biases; -inf where it is not allowed, and up to a multiple of WIDTH."""
     penalty = rules.repetition_penalty[:, None]
-    logits = jnp.where(rules.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-    counts = rules.counts
+    seen, counts = (x.at[rules.table].get(mode="clip") for x in (rules.seen, rules.counts))
+    logits = jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     logits -= rules.frequency_penalty[:, None] * counts + rules.presence_penalty[:, None] * (counts > 0)
     logits = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % WIDTH)), constant_values=-jnp.inf)
     row, tokens = jnp.arange(logits.shape[0])[:, None], jnp.arange(logits.shape[1])

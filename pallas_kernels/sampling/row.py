@@ -38,6 +38,8 @@ class Row:
         ]
         self.key = [memory.load(keys, self.row, i) for i in (0, 1)]
         self.position = at(positions)
+        tables, number = rules.seen.type.shape[0], at(rules.table)
+        self.counted, self.table = number < tables, index(minimum(number, tables - 1))
         self.first_biases = self._biases(0)
         self.greedy = self.temperature == 0
         no_top_k = (self.top_k == 0) | (self.top_k >= self.vocabulary)
@@ -70,7 +72,7 @@ class Row:
         def penalized():
             out = []
             for token, x in zip(ids, logits, strict=True):
-                at = self.row, minimum(token, self.vocabulary - 1)
+                at = self.table, minimum(token, self.vocabulary - 1)
                 seen, count = memory.load(self.rules.seen, *at), memory.load(self.rules.counts, *at)
                 x = select(seen, select(x > 0, x / repetition, x * repetition), x)
                 out.append(x - (frequency * real(count) + select(count != 0, presence, 0.0)))

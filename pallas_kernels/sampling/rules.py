@@ -20,7 +20,9 @@ class Rules(NamedTuple):
     presence_penalty    subtracted from the logits of tokens with a count
     frequency_penalty   times the count, subtracted too
     bias_ids, bias      added to the logits of these tokens; an id beyond the vocabulary is nobody's
-    seen, counts        of each token of the vocabulary; read for rows with penalties only
+    seen, counts        tables of the vocabulary's tokens; read for rows with penalties only
+    table               of these, which each row has: no two rows the same; one beyond all: the row has none,
+                        and its token is not counted
     allowed             bit i % 32 of word i // 32: token i may be drawn; None: any
     """
 
@@ -34,6 +36,7 @@ class Rules(NamedTuple):
     frequency_penalty: Float[Array, "B"]
     bias_ids: Int[Array, "B M"]
     bias: Float[Array, "B M"]
-    seen: Bool[Array, "B V"]
-    counts: Int[Array, "B V"]
+    seen: Bool[Array, "tables V"]
+    counts: Int[Array, "tables V"]
+    table: Int[Array, "B"]
     allowed: UInt32[Array, "B words"] | None = None

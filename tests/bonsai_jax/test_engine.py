@@ -199,6 +199,14 @@ def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkey
     assert again.tokens == want[0] and read[-1][:2] == (58, 1)
 
 
+def test_only_draws_at_the_end_of_a_prompt_are_counted(engine):
+    """A prompt that is read in two parts is drawn from after each. Here a token that counts is likelier."""
+    prompts = [prompt(60, 70 + i) for i in range(4)]
+    again = dataclasses.replace(GREEDY, frequency_penalty=-2.0)
+    handles = [engine.submit(ids, again, max_new_tokens=MOST, ignore_eos=True) for ids in prompts]
+    assert [h.result(60).tokens for h in handles] == alone(prompts, [again] * 4)
+
+
 def test_a_long_prefix_is_computed_once():
     """In several prefills, which end within a page."""
     shared = prompt(500, 60)

@@ -26,7 +26,7 @@ from pallas_kernels.sampling import reference
 from tests.bonsai_jax.tokens import assert_same
 
 MANY, ROWS = 24, 4  # tokens and rows of the arrays that properties are tested on
-BETWEEN = st.floats(0, 1, width=32)
+BETWEEN = st.floats(0, 1, width=32, allow_subnormal=False)  # XLA takes subnormal numbers for 0
 
 
 def drawn_logits(seed: int, spread: float, digits: int, banned: float) -> np.ndarray:

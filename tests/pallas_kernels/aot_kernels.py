@@ -200,8 +200,8 @@ def token(rows, vocabulary):
     biases = [jax.ShapeDtypeStruct((rows, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
     keys, positions = jax.ShapeDtypeStruct((rows, 2), jnp.uint32), jax.ShapeDtypeStruct((rows,), jnp.int32)
     logits, seen, counts = tables
-    return draw, (logits, Rules(**columns, bias_ids=biases[0], bias=biases[1], seen=seen, counts=counts),
-                  keys, positions)  # fmt: skip
+    rules = Rules(**columns, bias_ids=biases[0], bias=biases[1], seen=seen, counts=counts, table=positions)
+    return draw, (logits, rules, keys, positions)
 
 
 def masks_of_the_host(rows, vocabulary):

@@ -45,11 +45,12 @@ def rules(rows: list[dict], vocabulary: int, biases: int = 1, tables=None) -> Ru
         bias=jnp.asarray(np.zeros((len(rows), biases), np.float32)),
         seen=jnp.asarray(seen),
         counts=jnp.asarray(counts),
+        table=jnp.arange(len(rows)),
     )
 
 
 def check(logits, rules, seed=0):
-    """The kernels draw what the definition draws: its tokens."""
+    """The kernels draw what the definition draws: its tokens, and its tables. Returns all three."""
     rng, rows = np.random.default_rng(seed), len(logits)
     keys = jnp.asarray(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32))
     positions = jnp.asarray(rng.integers(0, 10**6, rows), jnp.int32)
@@ -60,7 +61,7 @@ def check(logits, rules, seed=0):
     for got in (on_gpu, on_cpu):
         for result, its in zip(got, want, strict=True):
             np.testing.assert_array_equal(result, its)
-    return np.asarray(want[0])
+    return [np.asarray(x) for x in want]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +92,18 @@ def test_penalties_and_biases_are_the_definitions():
     ids = np.stack([rng.permutation(vocabulary)[:64] for _ in rows]).astype(np.int32)
     ids[:, 40:] = np.where(rng.random((len(rows), 24)) < 0.5, vocabulary, ids[:, 40:])
     r = r._replace(bias_ids=jnp.asarray(ids), bias=jnp.asarray(rng.integers(-8, 8, ids.shape), jnp.float32))
-    check(logits, r)
+    tokens, seen, counts = check(logits, r)
+    # The same tables among those of other rows; the last two rows have no penalty, and no table.
+    number, has = np.array([7, 3, 0, 8, 20, 9], np.int32), slice(0, 4)
+    more = rng.random((9, vocabulary)) < 0.5, rng.integers(0, 9, (9, vocabulary)).astype(np.int32)
+    for whole, own in zip(more, tables, strict=True):
+        whole[number[has]] = own[has]
+    there = dict(zip(("seen", "counts"), map(jnp.asarray, more), strict=True))
+    tokens_there, *tables_there = check(logits, r._replace(**there, table=jnp.asarray(number)))
+    np.testing.assert_array_equal(tokens_there, tokens)
+    for whole, its, after in zip(more, (seen, counts), tables_there, strict=True):
+        whole[number[has]] = its[has]
+        np.testing.assert_array_equal(after, whole)
 
 
 @pytest.mark.parametrize("row", [{}, {"top_k": 20, "top_p": 0.9}, {"temperature": 0.0}], ids=str)
@@ -99,7 +111,7 @@ def test_one_token_is_allowed(row):
     vocabulary, allowed = 400, [7, 399]
     logits = np.full((2, vocabulary), -np.inf, np.float32)
     logits[[0, 1], allowed] = 1.0, -50.0
-    assert check(logits, rules([row] * 2, vocabulary)).tolist() == allowed
+    assert check(logits, rules([row] * 2, vocabulary))[0].tolist() == allowed
 
 
 def test_a_row_that_is_not_finite_or_has_nothing_allowed_draws_no_token():
@@ -118,11 +130,11 @@ def test_a_row_that_is_not_finite_or_has_nothing_allowed_draws_no_token():
         logits = rng.normal(0, 2, (2 * len(ways), vocabulary)).astype(np.float32)
         harmed = slice(None) if harm == -np.inf else [7, 900]
         logits[::2, harmed] = harm
-        drawn = check(logits, rules([way for way in ways for _ in range(2)], vocabulary))
+        drawn = check(logits, rules([way for way in ways for _ in range(2)], vocabulary))[0]
         assert (drawn[::2] == -1).all() and (drawn[1::2] >= 0).all()
     logits = rng.normal(0, 2, (len(ways), vocabulary)).astype(np.float32)
     nothing = rules(ways, vocabulary)._replace(allowed=jnp.zeros((len(ways), 45), jnp.uint32))
-    assert (check(logits, nothing) == -1).all()
+    assert (check(logits, nothing)[0] == -1).all()
 
 
 def test_tokens_that_are_allowed():
@@ -135,7 +147,7 @@ def test_tokens_that_are_allowed():
     logits = rng.normal(0, 2, (len(rows), vocabulary)).astype(np.float32)
     r = rules(rows, vocabulary)._replace(allowed=jnp.asarray(words))
     for seed in range(2):
-        drawn = check(logits, r, seed)
+        drawn = check(logits, r, seed)[0]
         assert bits[np.arange(len(rows)), drawn].all()
         assert drawn[1] == np.where(bits[1, :vocabulary], logits[1], -np.inf).argmax()
 
@@ -148,7 +160,7 @@ def test_a_mask_leaves_fewer_groups_than_are_looked_for(tokens):
     logits = np.full((len(ROWS), vocabulary), -np.inf, np.float32)
     logits[:, allowed] = rng.normal(0, 2, (len(ROWS), tokens))
     for seed in range(2):
-        assert np.isin(check(logits, rules(ROWS, vocabulary), seed), allowed).all()
+        assert np.isin(check(logits, rules(ROWS, vocabulary), seed)[0], allowed).all()
 
 
 def test_more_candidates_than_there_is_room_for():
@@ -156,7 +168,7 @@ def test_more_candidates_than_there_is_room_for():
     vocabulary, rows = 1300, [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}]
     logits = np.zeros((len(rows), vocabulary), np.float32)
     logits[:, rows_of_ties := np.arange(100, 1300, 2)] = 2.0
-    drawn = np.array([check(logits, rules(rows, vocabulary), seed) for seed in range(2)])
+    drawn = np.array([check(logits, rules(rows, vocabulary), seed)[0] for seed in range(2)])
     assert np.isin(drawn, rows_of_ties).all() and (drawn[:, 2] == 100).all()
 
 
@@ -169,7 +181,10 @@ def test_the_cpu_kernel_with_other_vocabularies(vocabulary):
     r, positions = rules(ROWS, vocabulary), jnp.arange(rows)
     want = jax.jit(reference.draw)(logits, r, keys, positions)
     together = jax.jit(cpu.run)(logits, r, keys, positions)
-    each = jax.jit(jax.vmap(cpu.run))(*jax.tree.map(lambda x: x[:, None], (logits, r, keys, positions)))
+    each_rules = r._replace(table=jnp.zeros_like(r.table))
+    each = jax.jit(jax.vmap(cpu.run))(
+        *jax.tree.map(lambda x: x[:, None], (logits, each_rules, keys, positions))
+    )
     for ours, alone, its in zip(together, each, want, strict=True):
         np.testing.assert_array_equal(ours, its)
         np.testing.assert_array_equal(alone[:, 0], its)
