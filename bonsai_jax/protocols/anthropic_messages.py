@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bonsai_jax.constraints import Constraint
-from bonsai_jax.protocols import anthropic_content, fields, tools
+from bonsai_jax.protocols import anthropic_content, constrained, fields, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
@@ -46,7 +46,7 @@ def _output(name: str, value: Any) -> Constraint | None:
         return None
     kind = fields.json_object(f"{name}.format", form).get("type")
     fields.one_of("json_schema")(f"{name}.format.type", kind)
-    return fields.json_schema(f"{name}.format.schema", form.get("schema"))
+    return constrained.json_schema(f"{name}.format.schema", form.get("schema"))
 
 
 FIELDS = {
@@ -91,6 +91,7 @@ def _request(given: dict[str, Any]) -> Request:
         stop=given.get("stop_sequences", []),
         stream=given.get("stream", False),
         constraint=given.get("output_config"),
+        constraint_field="output_config.format",
     )
 
 

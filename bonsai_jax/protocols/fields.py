@@ -6,8 +6,6 @@ A field that is null counts as missing.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from bonsai_jax import constraints
-from bonsai_jax.constraints import Constraint
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.sampling_params import SamplingParams
 
@@ -130,36 +128,6 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FieldError(name, f"{shown(value)} is not an object")
     return value
-
-
-def response_format(name: str, value: Any) -> Constraint | None:
-    """The constraint that a response_format asks for; None: any text.
-
-    {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"schema": {...}}};
-    in the last "name", "description" and "strict" have no effect: answers always match the schema.
-    """
-    kind = json_object(name, value).get("type")
-    fields = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
-    if not isinstance(kind, str) or kind not in fields:
-        raise FieldError(f"{name}.type", f"{shown(kind)} is not supported, only {', '.join(fields)}")
-    for other in value.keys() - fields[kind]:
-        raise FieldError(f"{name}.{other}", f"not a field of a format of type {kind}")
-    if kind != "json_schema":
-        return None if kind == "text" else constraints.json_object()
-    where = f"{name}.json_schema"
-    given = json_object(where, value.get(kind))
-    for other in given.keys() - {"name", "description", "schema", "strict"}:
-        raise FieldError(f"{where}.{other}", "not a field; it has name, description, schema and strict")
-    return json_schema(f"{where}.schema", given.get("schema"))
-
-
-def json_schema(name: str, value: Any) -> Constraint:
-    """The constraint of a JSON schema."""
-    schema = json_object(name, value)
-    try:
-        return constraints.json_schema(schema)
-    except ValueError as error:
-        raise FieldError(name, str(error)) from None
 
 
 def only(*allowed: Any) -> Callable[[str, Any], Any]:

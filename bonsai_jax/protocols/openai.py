@@ -1,14 +1,15 @@
 """What OpenAI's protocols have in common: fields of requests, errors, usage.
 
 Meanings: platform.openai.com/docs/api-reference. Types: the package openai. In addition, as in other servers:
-top_k, min_p, repetition_penalty and other samplers under the names of SamplingParams, ignore_eos,
-response_format for completions, and `timings` as llama-server has it.
+top_k, min_p, repetition_penalty and other samplers under the names of SamplingParams, ignore_eos, more ways
+to say what answers must match (constrained.py), for completions too, and `timings` as llama-server has it.
 """
 
 from typing import Any
 
 import numpy as np
 
+from bonsai_jax.protocols import constrained
 from bonsai_jax.protocols.answers import Head, ServerEvent, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import (
@@ -20,7 +21,6 @@ from bonsai_jax.protocols.fields import (
     between,
     json_object,
     only,
-    response_format,
     stop,
     text,
     truth,
@@ -48,7 +48,7 @@ COMMON: dict[str, Check] = {
     **SAMPLING,
     **SAMPLERS,
     **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
-    "response_format": response_format,
+    **constrained.FIELDS,
     **{"stream": truth, "stream_options": _stream_options, "ignore_eos": truth},
     **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers
 }

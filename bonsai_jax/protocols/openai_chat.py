@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bonsai_jax.decoding.sampling import Logprobs
-from bonsai_jax.protocols import fields, openai, openai_messages, tools
+from bonsai_jax.protocols import constrained, fields, openai, openai_messages, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
@@ -82,7 +82,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         logprobs=logprobs,
         stream=stream,
         stream_usage=usage,
-        constraint=given.get("response_format"),
+        **constrained.chosen(given),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bonsai_jax.decoding.sampling import Logprobs
-from bonsai_jax.protocols import fields, openai
+from bonsai_jax.protocols import constrained, fields, openai
 from bonsai_jax.protocols.answers import Answer, Echo, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.openai import error
@@ -55,7 +55,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         echo=echo,
         stream=stream,
         stream_usage=usage,
-        constraint=given.get("response_format"),
+        **constrained.chosen(given),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from bonsai_jax import constraints
 from bonsai_jax.constraints import Constraint
-from bonsai_jax.protocols import fields, openai, responses_input, tools
+from bonsai_jax.protocols import constrained, fields, openai, responses_input, tools
 from bonsai_jax.protocols.answers import Answer, Head, Part, ServerEvent, Template, Usage
 from bonsai_jax.protocols.conversation import with_system
 from bonsai_jax.protocols.errors import FieldError, RequestError
@@ -44,7 +44,7 @@ def _text(name: str, value: Any) -> Constraint | None:
     kinds = ("text", "json_object", "json_schema")
     kind = fields.one_of(*kinds)(f"{name}.format.type", form.get("type", "text"))
     if kind == "json_schema":
-        return fields.json_schema(f"{name}.format.schema", form.get("schema"))
+        return constrained.json_schema(f"{name}.format.schema", form.get("schema"))
     return None if kind == "text" else constraints.json_object()
 
 
@@ -75,6 +75,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_output_tokens"),
         constraint=given.get("text"),
+        constraint_field="text.format",
         stream=given.get("stream", False),
     )
 

@@ -25,6 +25,7 @@ class Request:
     stream     the answer is a stream of events
     stream_usage     whose last has the usage
     constraint what answers must match; None: anything
+    constraint_field   the body's field that says so
     """
 
     path: str
@@ -45,6 +46,7 @@ class Request:
     stream: bool = False
     stream_usage: bool = False
     constraint: Constraint | None = None
+    constraint_field: str = "response_format"
 
     @property
     def is_constrained(self) -> bool:

@@ -93,13 +93,13 @@ def check_breakers(sampling: SamplingParams, model: Model) -> None:
 def constraint(request: Request, model: Model, ids: list[int], thinks: bool) -> Constraint | None:
     """What answers to a prompt must match, compiled for the model; None: anything. thinks: thinking is not
     switched off. Raises FieldError for what cannot be compiled."""
-    must, where = request.constraint, "response_format"
+    must, where = request.constraint, request.constraint_field
     if not request.is_constrained:
         return None
     thought = first_thought(model.tokenizer, ids, thinks)
     if request.constrains_calls:
         if must is not None:
-            raise FieldError("response_format", "cannot be combined with strict tools or a tool_choice")
+            raise FieldError(where, "cannot be combined with strict tools or a tool_choice")
         must, where, thought = _calls(request, model.tokenizer, thought), "tools", "none"
     if must is not None:
         must = dataclasses.replace(must, thought=thought)

@@ -41,6 +41,10 @@ BIASES = {
     "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
     "maxProperties": fields.MOST_BIASES,
 }
+STRUCTURED = {
+    **{"json": OBJECT, "json_object": {"const": True}, "regex": TEXT, "grammar": TEXT},
+    "choice": listed({"type": "string", "minLength": 1}, 1),
+}
 NEW = between(1, fields.MOST_NEW)
 COMMON = {
     "model": TEXT,
@@ -63,6 +67,9 @@ COMMON = {
         closed({"type": {"enum": ["text", "json_object"]}}),
         closed({"type": {"const": "json_schema"}, "json_schema": closed({"schema": OBJECT})}),
     ),
+    "structured_outputs": either(*(closed({name: schema}) for name, schema in STRUCTURED.items())),
+    **{name: STRUCTURED[name] for name in ("regex", "choice", "grammar")},
+    "json_schema": OBJECT,
     "stream_options": closed({}, {"include_usage": TRUTH}),
 }
 VARIABLES = {"chat_template_kwargs": OBJECT}

@@ -179,9 +179,11 @@ def test_answers_have_the_format_that_a_line_asks_for(model, tmp_path):
         asked(name, CHAT, messages=MESSAGES, max_tokens=40, seed=1, n=2, response_format=value)
         for name, value in formats.items()
     ]
+    some.append(asked("choice", TEXT, prompt="x", max_tokens=40, choice=["yes", "no"]))
     report = batch.run(model, write(tmp_path / "in.jsonl", some), tmp_path / "out.jsonl", JOB)
     lines = read(tmp_path / "out.jsonl")
-    assert (report.lines, report.errors) == (3, 1)
+    assert (report.lines, report.errors) == (4, 1)
+    assert choices((lines, report), "choice")[0]["text"] in ("yes", "no")
     for choice in choices((lines, report), "schema"):
         assert set(json.loads(choice["message"]["content"])) <= {"yes", "no", 3}
     for choice in choices((lines, report), "object"):
@@ -210,7 +212,7 @@ def test_the_package_openai_reads_the_answers(answers):
         (
             TEXT,
             {"promt": "x"},
-            "promt: not a field that /v1/completions takes; it takes best_of, dry_allowed_length,",
+            "promt: not a field that /v1/completions takes; it takes best_of, choice, dry_allowed_length,",
         ),
         (TEXT, {}, "prompt: missing"),
         (TEXT, {"prompt": []}, "prompt: [] is not a text, a list of token ids, or a list of these"),

@@ -2,6 +2,7 @@
 schemas, JSON. Whatever it writes is valid."""
 
 import json
+import re
 
 import anthropic
 import jsonschema
@@ -90,6 +91,46 @@ def test_an_answer_that_must_be_json_is(client):
     )
 
 
+DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"
+SUMS = 'start: NUMBER (" + " NUMBER)~1..3\nNUMBER: /[1-9][0-9]/'
+GBNF = 'root ::= number " + " number\nnumber ::= [1-9] [0-9]'
+WAYS = {
+    "json_schema": ({"json_schema": TRIP}, None),
+    "choice": ({"choice": ["yes", "no"]}, "yes|no"),
+    "regex": ({"regex": DATE}, DATE),
+    "lark": ({"grammar": SUMS}, r"[1-9]\d( \+ [1-9]\d){1,3}"),
+    "gbnf": ({"grammar": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "vllm json": ({"structured_outputs": {"json": TRIP}}, None),
+    "vllm choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+    "vllm regex": ({"structured_outputs": {"regex": DATE, "choice": None}}, DATE),
+    "vllm grammar": ({"structured_outputs": {"grammar": GBNF}}, r"[1-9]\d \+ [1-9]\d"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_match_what_other_servers_fields_ask_for(client, way):
+    more, expression = WAYS[way]
+    how = {"model": "any", "max_tokens": 200, "n": 3, "extra_body": more}
+    chat = client.chat.completions.create(messages=ASKED, **how)
+    text = client.completions.create(prompt="x", **how)
+    answers = [
+        *(choice.message.content for choice in chat.choices),
+        *(choice.text for choice in text.choices),
+    ]
+    assert len(answers) == 6
+    for answer in answers:
+        if expression is None:
+            jsonschema.validate(json.loads(answer), TRIP)
+        else:
+            assert re.fullmatch(expression, answer)
+
+
+def test_any_json_object_can_be_asked_for_as_of_vllm(client):
+    how = {"structured_outputs": {"json_object": True}}
+    got = client.chat.completions.create(model="any", messages=ASKED, max_tokens=20, extra_body=how)
+    assert got.choices[0].message.content.startswith("{")
+
+
 WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
 
 
@@ -104,6 +145,25 @@ WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": WRONG}}},
             "response_format",
+        ),
+        ({"extra_body": {"tool_choice": "required", "regex": "a"}}, "regex"),
+        ({"extra_body": {"regex": "a", "choice": ["b"]}}, "choice"),
+        ({"extra_body": {"regex": "a", "response_format": {"type": "json_object"}}}, "regex"),
+        ({"extra_body": {"regex": "(a"}}, "regex"),
+        ({"extra_body": {"regex": "a" * 70_000}}, "regex"),
+        ({"extra_body": {"regex": 3}}, "regex"),
+        ({"extra_body": {"grammar": "start: nothing"}}, "grammar"),
+        ({"extra_body": {"choice": []}}, "choice"),
+        ({"extra_body": {"choice": ["a", ""]}}, "choice"),
+        ({"extra_body": {"json_schema": WRONG}}, "json_schema"),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"regex": "a", "json": {}}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json_object": False}}}, "structured_outputs.json_object"),
+        ({"extra_body": {"structured_outputs": {"json": []}}}, "structured_outputs.json"),
+        ({"extra_body": {"structured_outputs": {"json": WRONG}}}, "structured_outputs"),
+        (
+            {"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}},
+            "structured_outputs.whitespace_pattern",
         ),
     ],
 )

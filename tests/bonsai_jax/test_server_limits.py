@@ -91,6 +91,7 @@ FIELDS = {
             "chat_template_kwargs",
             "response_format",
         ),
+        *("structured_outputs", "json_schema", "regex", "choice", "grammar"),
     ),
     TEXT: (
         "prompt",
