@@ -13,6 +13,7 @@ logprobs). `extend` draws nothing: search, guidance and draft models use it. jit
 which donate what they update.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -496,7 +497,9 @@ def draw(
         )
     tokens, state, sampled = _sampled(state, logits, running, allowed, logprobs is not None)
     check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
-    stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    # One by one: XLA makes a launch of a reduction, in front of all that waits for it.
+    stops = [tokens == state.stop_ids[:, i] for i in range(state.stop_ids.shape[1])]
+    stopped = functools.reduce(jnp.logical_or, stops, tokens < 0)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     state = state.replace(
         tokens=jnp.where(running, tokens, state.tokens),

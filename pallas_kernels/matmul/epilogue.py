@@ -3,8 +3,10 @@
 from collections.abc import Callable
 
 from pallas_kernels.activations import Activation
+from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import PRECISE
 from pallas_kernels.gpu.values import rsqrt, total
+from pallas_kernels.tiles import TILE_ROWS
 
 
 def over_warps(load: Callable, warps: int):
@@ -15,6 +17,16 @@ def over_warps(load: Callable, warps: int):
 def inverse_rms(squares, columns: int, eps: float):
     """1 / sqrt(mean(x^2) + eps), from the sum of squares of a row."""
     return rsqrt(squares * (1 / columns) + eps)
+
+
+def store(y, out_gmem, row, n):
+    """Store an output, unless it is one of a last tile's rows that the matrix does not have."""
+    width = out_gmem.type.shape[1]
+    if width % TILE_ROWS == 0:
+        memory.store(y, out_gmem, row, n)
+    else:
+        with lanes.when(n < width):
+            memory.store(y, out_gmem, row, n)
 
 
 def output(y: list, norm, activation: Activation):

@@ -35,6 +35,9 @@ CASES = [
     ([("q2_k", 32), ("q3_k", 16)], 512, 16, "gated", 8),
     ([("q2_k", 16), ("q3_k", 16)], 4352, 1, "normed", 8),  # two steps of a warp
     ([("q4_k", 32)], 4096, 2, "gated", 8),  # 16 warps
+    *(
+        ([("q4_k", 16), ("q6_k", n)], 512, rows, "added", 8) for n, rows in ((40, 2), (17, 1))
+    ),  # not whole tiles
 ]
 
 
@@ -87,9 +90,10 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
         got = int_decode.int_decode(
             x, fields, None if index is None else np.array([index, index], np.int32),
             formats_of=tuple(f for f, _ in parts), gamma=gamma if normed else None, eps=1e-6,
-            residual=residual if kind == "added" else None, activation_bits=bits,
+            residual=np.pad(residual, ((0, 0), (0, -N % 16))) if kind == "added" else None, n=N,
+            activation_bits=bits,
         )  # fmt: skip
-    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    assert got.shape == want.shape and np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def test_products_of_1_bit_are_those_of_their_own_launches(case):
             matrices = tuple((fields["words"], fields["scales"]) for fields in weights[number])
             return np.asarray(
                 bit_decode.bit_decode(
-                    x, matrices, np.zeros(2, np.int32), norms[number], residual, kernel=RowByRow, eps=EPS,
-                    bits=bits,
+                    x, matrices, np.zeros(2, np.int32), norms[number], residual, kernel=RowByRow,
+                    n=16 * matrices[0][0].shape[1], eps=EPS, bits=bits,
                 )
             )  # fmt: skip
 

@@ -13,7 +13,7 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
-from pallas_kernels.matmul import stacks
+from pallas_kernels.matmul import epilogue, stacks
 from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.tiles import TILE_ROWS
 
@@ -68,13 +68,13 @@ class Decode(abc.ABC):
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
         y = bit_decode(
-            x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits,
+            x, matrices, layers, gamma, residual, kernel=cls, n=n, eps=eps, bits=bits,
             activation=activation if len(weights) == 2 else SILU,  # one matrix: any is the same program
         )  # fmt: skip
-        return y[:, :n].reshape(*lead, n)
+        return y.reshape(*lead, n)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "eps", "bits", "activation"))
+@functools.partial(jax.jit, static_argnames=("kernel", "n", "eps", "bits", "activation"))
 def bit_decode(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -83,6 +83,7 @@ def bit_decode(
     residual: jax.Array | None = None,
     *,
     kernel: type[Decode],
+    n: int,
     eps: float = 0.0,
     bits: int = 8,
     activation: Activation = SILU,
@@ -92,9 +93,10 @@ def bit_decode(
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
-    residual  float32 [rows, N], added to y
+    residual  float32 [rows, N padded to 16], added to y
+    n         N, rows of each matrix; its tiles may have more
     bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
-    Returns float32 [rows, N padded to 16].
+    Returns float32 [rows, N].
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
@@ -113,7 +115,7 @@ def bit_decode(
             "weights_gmem": weights, "layers_gmem": layers, "residual_gmem": residual,
             **plan.operands(x, gamma, layers),
         },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, 16 * n_tiles), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((rows, n), jnp.float32)},
         name=kernel.name,
         blocks=-(-n_tiles // plan.tiles),
         threads=32 * plan.product.warps,
@@ -165,6 +167,6 @@ class RegisterBlock:
         """After a block barrier: sums to outputs."""
 
         def store(i, x_row, n, y):
-            memory.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)
+            epilogue.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)
 
         self.product.finish(sums_smem, outputs, store)

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import index, integer, minimum
+from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode
 from pallas_kernels.matmul.bit_mma.plane_product import MOST_PLANE_ROWS, PlaneProduct
@@ -216,7 +217,7 @@ class _Block:
     def store(self, k, row, n, y):
         if self.residual is not None:
             y = y + memory.load(self.residual, row, n)
-        memory.store(y, self.out, row, n)
+        epilogue.store(y, self.out, row, n)
 
 
 run = Ring.run

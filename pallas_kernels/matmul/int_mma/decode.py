@@ -42,7 +42,7 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul import stacks
+from pallas_kernels.matmul import epilogue, stacks
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
@@ -70,8 +70,7 @@ def rotates(format: str, columns: int, rows: int) -> bool:
 
 def run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
     """Products of few rows, of which a launch takes up to 16 (execute.py)."""
-    y = _run(x, [weights], part_layer, layer, gamma, eps, residual, activation)
-    return y[..., : weights[0].shape[0]]
+    return _run(x, [weights], part_layer, layer, gamma, eps, residual, activation)
 
 
 def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
@@ -96,12 +95,11 @@ def _launches(
     x, weights, part_layer, layer, gamma, eps, residual, activation: Activation, peers
 ) -> list[jax.Array]:
     """Of each launch, with as many rows as there is room for, its result."""
-    any_weight = weights[0][0]
+    any_weight, n = weights[0][0], sum(part[0].shape[0] for part in weights)
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
     gamma, norm_index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
-        n = residual.shape[-1]
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
@@ -122,6 +120,7 @@ def _launches(
             x[first : first + at_once],
             parts,
             layers,
+            n=n,
             gamma=gamma,
             eps=eps,
             residual=None if residual is None else residual[first : first + at_once],
@@ -137,7 +136,7 @@ def _launches(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("formats_of", "eps", "activation", "activation_bits", "sent_before"),
+    static_argnames=("formats_of", "n", "eps", "activation", "activation_bits", "sent_before"),
 )
 def int_decode(
     x: jax.Array,
@@ -145,6 +144,7 @@ def int_decode(
     layers: jax.Array | None,
     *,
     formats_of: tuple[str, ...],
+    n: int | None = None,
     gamma: jax.Array | None = None,
     eps: float = 0.0,
     residual: jax.Array | None = None,
@@ -161,13 +161,13 @@ def int_decode(
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
     layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
     formats_of  of each part
-    residual  float32 [rows, N], added to y
+    n         N, the sum of the parts' rows; all parts but the last have whole tiles. None: so has the last
+    residual  float32 [rows, N padded to 16], added to y
     peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
               number of the call is returned
     rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
-    Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
-    here, symmetric per scale group.
+    Returns float32 [rows, N]. Activations are quantized here, symmetric per scale group.
     """
     rows, columns = x.shape
     steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
@@ -184,7 +184,8 @@ def int_decode(
     product = int_decode_plan.IntegerProduct(
         planned, rows, columns, matrices, eps, activation_bits, activation
     )
-    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * TILE_ROWS), jnp.float32)
+    width = product.n_tiles * TILE_ROWS if n is None else n
+    devices, out = 0, jax.ShapeDtypeStruct((rows, width), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     warps = planned.warps
@@ -231,7 +232,7 @@ def _body(
     else:
 
         def store(y, row, n, _):
-            memory.store(y, out_gmem, row, n)
+            epilogue.store(y, out_gmem, row, n)
 
     for part, weights in zip(product.plan.parts, weight_gmem, strict=True):
         share = Share.for_block(part, product.steps, product.plan.warps)
