@@ -10,6 +10,9 @@ the same token, and so the same distribution. A proposal is accepted if it is th
 Nothing is drawn twice, unlike in Leviathan et al. 2023. Only rounding differs: a product of several rows may
 add in another order than a product of one, which shows at near-ties.
 
+Wrong proposals cost time, so how many a step reads depends on how many late ones were right (`tokens_to_read`). Proposals that
+are not read are checked too, against the token that is drawn: this tells when reading would pay again.
+
 Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
 its proposals without updating the state, stores what each token would change (its projections in every
 layer), and then applies the changes of the accepted tokens (decoder.replay). The state is read twice and
@@ -41,16 +44,64 @@ def start(rows: int, capacity: int, proposer: str, device_rows: int | None = Non
     device_rows   rows on each device; None: all
     Raises NotImplementedError for a proposer that has no file.
     """
-    proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    steps = jnp.zeros(rows, jnp.int32)
-    return Speculation(ids, steps, proposer=proposer, width=width(device_rows or rows))
+    steps, trust = jnp.zeros(rows, jnp.int32), jnp.full(rows, proposers.get(proposer).TRUST, jnp.float32)
+    return Speculation(ids, steps, trust, proposer=proposer, width=width(device_rows or rows))
 
 
 def width(rows: int) -> int:
-    """Tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
+    """Most tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
     Products of up to 8 tokens run by the kernels of a decode step, in about the time of reading weights."""
     return max(2, STEP_TOKENS // rows)
+
+
+def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
+    """With these rows as if they had read nothing yet."""
+    ids = jnp.where(rows[:, None], NO_TOKEN, s.ids)
+    return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
+
+
+# The time of a step that reads so many tokens of each row, relative to a plain one: the 8B in Q1_0 on an H200,
+# layers in one launch. One row reads 1, 4 or 8: 2 (1.24) would gain up to 8 % where 0.24 to 0.35 of proposals
+# are right, for one more copy of the step to compile.
+TIMES = {2: 1.26, 4: 1.40, 8: 1.77}
+MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
+KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
+
+
+def widths(most: int) -> list[int]:
+    """The tokens of a row that steps of up to `most` read, each of which is a copy of the step's program."""
+    return [1, *sorted({min(most, 4), most})]
+
+
+def tokens_to_read(
+    s: Speculation, proposals: Int[Array, "B W-1"], running: Bool[Array, "B"]
+) -> Int[Array, ""]:
+    """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
+
+        a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
+    """
+    _, *more = widths(s.width)
+    right = s.trust[:, None] ** jnp.arange(1, s.width)  # [B, W - 1]
+    right = jnp.where(running[:, None] & (proposals != NO_TOKEN), right, 0)
+    drawn = 1 + jnp.cumsum(right.sum(0)) / jnp.maximum(running.sum(), 1)  # of a row, by T - 2
+    gains = [MARGIN, *(drawn[tokens - 2] / TIMES[tokens] for tokens in more)]
+    return jnp.argmax(jnp.stack(gains))
+
+
+def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "B W"]) -> Speculation:
+    """With the trust in a row's proposals after tokens that were drawn, NO_TOKEN behind them.
+
+        trust <- KEEP trust + (1 - KEEP) right,    for each proposal in whose place a token was drawn
+
+    All of these but the last are right, or the last would not have been drawn.
+    """
+    known = tokens[:, :-1]
+    checked = (known != NO_TOKEN) & (proposals != NO_TOKEN)
+    right = (checked & (proposals == known)).sum(1)
+    wrong = checked.sum(1) - right
+    trust = KEEP**wrong * (1 - KEEP**right * (1 - s.trust))
+    return s.replace(trust=trust.astype(jnp.float32))
 
 
 def note(
@@ -83,6 +134,7 @@ def decode(
     params: Params,
     state: State,
     config: ModelConfig,
+    plain: Callable[..., Drawn],
     *,
     limit: int | Int[Array, ""],
     size: int,
@@ -90,11 +142,14 @@ def decode(
     **options: Any,
 ) -> Drawn:
     """steps.decode for a state with a Speculation: steps until every row has ended or has `size` tokens, or
-    `limit` steps have been made. Where no row has a proposal, a step reads one token a row."""
+    `limit` steps have been made.
+
+    plain   steps.step, for steps that read no proposals
+    """
     assert state.speculation is not None
     rows, width = state.tokens.shape[0], state.speculation.width
     propose = proposers.get(state.speculation.proposer).propose
-    one_step = functools.partial(step, params, config=config, logprobs=logprobs, **options)
+    options = {"config": config, "logprobs": logprobs, **options}
 
     def room(state, written):
         return jnp.minimum(state.remaining, size - written)
@@ -109,12 +164,22 @@ def decode(
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
         proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
         proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
-        state, tokens, scores = jax.lax.cond(
-            jnp.any(proposals[:, 0] != NO_TOKEN),
-            lambda state: one_step(state, proposals, left > 0),
-            lambda state: _widened(one_step(state, proposals[:, :0], left > 0), width),
+        running = left > 0
+
+        def read(count, state):
+            if count == 1:
+                drawn = _running_alone(lambda state: plain(params, state, **options), state, running)
+            else:
+                drawn = step(params, state, proposals[:, : count - 1], running, **options)
+            return _widened(drawn, width)
+
+        state, tokens, scores = jax.lax.switch(
+            tokens_to_read(state.speculation, proposals, running),
+            [functools.partial(read, count) for count in widths(width)],
             state,
         )
+        s = learned(state.speculation, proposals, tokens)
+        state = state.replace(speculation=s.replace(steps=s.steps + running))
         drawn = tokens != NO_TOKEN
         at = jnp.where(drawn, written[:, None] + jnp.arange(width), size)
         row = jnp.arange(rows)[:, None]
@@ -151,7 +216,7 @@ def step(
     check(~jnp.any(running & full), "decode: a row's cache is full; make the state with a larger context")
     readable = running[:, None] & up_to(proposals != NO_TOKEN)
     positions = jnp.where(readable, first[:, None] + offset, -1)
-    keep_updates = proposals.shape[1] > 0 and state.cache.recurrent
+    keep_updates = state.cache.recurrent
     tokens = jnp.maximum(read, 0)
     hidden, cache, updates = decoder.decoder(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
@@ -163,11 +228,7 @@ def step(
     positions = jnp.where(accepted, positions, -1)
     if keep_updates:
         cache = decoder.replay(params, cache, updates, positions, config)
-    s: Any = state.speculation
-    state = state.replace(
-        cache=cache.replace(lengths=first + accepted.sum(1)),
-        speculation=s.replace(steps=s.steps + running),
-    )
+    state = state.replace(cache=cache.replace(lengths=first + accepted.sum(1)))
     state = follow(params, state, hidden, tokens, positions, config)
     return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), scores)
 
@@ -237,10 +298,23 @@ def _logprobs(scores: jax.Array, tokens: jax.Array, n: int | None) -> sampling.L
     return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), flat)
 
 
+def _running_alone(plain: Callable[[State], Drawn], state: State, running: Bool[Array, "B"]) -> Drawn:
+    """A plain step in which rows wait that do not run, but may later; its results as [B, 1]."""
+    remaining, before = state.remaining, state.sampler
+    state, *drawn = plain(state.replace(remaining=jnp.where(running, remaining, 0)))
+    state = state.replace(remaining=jnp.where(running, state.remaining, remaining))
+    if len(running) > 1:  # a step counts tokens of rows that wait too; one row alone would have ended the loop
+        keep = lambda new, old: jnp.where(running[:, None], new, old)  # noqa: E731
+        seen, counts = keep(state.sampler.seen, before.seen), keep(state.sampler.counts, before.counts)
+        state = state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))
+    return Drawn(state, *jax.tree.map(lambda x: x[:, None], drawn))
+
+
 def _widened(drawn: Drawn, width: int) -> Drawn:
-    """The result of a step that reads one token a row, in the shapes of a step that reads `width`."""
+    """The result of a step that reads fewer tokens a row, in the shapes of a step that reads `width`."""
 
     def pad(x, value=0):
-        return jnp.pad(x, ((0, 0), (0, width - 1), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
+        missing = width - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
 
     return Drawn(drawn.state, pad(drawn.tokens, NO_TOKEN), jax.tree.map(pad, drawn.logprobs))

@@ -86,8 +86,10 @@ def with_known_answers(most=NEW, source=LLAMA):
     ids = np.full(state.speculation.ids.shape, NONE)
     for row, (prompt, answer) in enumerate(zip(IDS, answers, strict=True)):
         ids[row, len(prompt) : len(prompt) + NEW] = answer
-    ids = jnp.array(ids, jnp.int32)
-    return state.replace(speculation=state.speculation.replace(ids=ids, proposer="known", width=4))
+    ids, trust = jnp.array(ids, jnp.int32), jnp.ones(len(IDS))
+    return state.replace(
+        speculation=state.speculation.replace(ids=ids, trust=trust, proposer="known", width=4)
+    )
 
 
 def read_on(params, state, config, count):
@@ -249,7 +251,7 @@ def of_text(rows, count, capacity=16):
         row[: len(text)] = text
     ends = jnp.array([len(text) - 1 for text in rows])
     state = SimpleNamespace(
-        speculation=Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
+        speculation=Speculation(jnp.array(ids), ends, ends), cache=SimpleNamespace(lengths=ends)
     )
     return jax.jit(lambda: ngram.propose(None, state, None, count)[0])().tolist()
 
@@ -259,13 +261,15 @@ def test_ngrams_propose_what_followed():
         (1, 2, 3, 4, 5, 1, 2, 3): [4, 5, 1],
         (1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3): [4, 9, 2],  # three tokens before two
         (9, 2, 3, 4, 1, 2, 3, 5, 2, 3): [5, 2, 3],  # of two the latest
-        (7, 3, 4, 5, 3): [4, 5, 3],  # one, for want of more
+        (7, 3, 4, 5, 7, 3): [4, 5, 7],  # two, for want of more
+        (7, 3, 4, 5, 3): [-1, -1, -1],  # one is too few
         (1, 2, 1, 2, 1, 2): [1, 2, 1],  # in circles
         (5, 5, 5): [5, 5, 5],
         (1, 2, 3): [-1, -1, -1],
         (4,): [-1, -1, -1],
         (-1, -1, -1): [-1, -1, -1],  # vectors
-        (-1, 3, 4, -1, 3): [4, -1, 3],
+        (-1, 3, 4, -1, 3): [-1, -1, -1],
+        (-1, 2, 3, 4, -1, 2, 3): [4, -1, 2],
         (*range(1, 15), 1, 2): [3, 4, 5],  # to the end of the pages
     }
     assert dict(zip(rows, of_text(rows, 3), strict=True)) == rows
