@@ -10,8 +10,9 @@ the same token, and so the same distribution. A proposal is accepted if it is th
 Nothing is drawn twice, unlike in Leviathan et al. 2023. Only rounding differs: a product of several rows may
 add in another order than a product of one, which shows at near-ties.
 
-Wrong proposals cost time, so how many a step reads depends on how many late ones were right (`tokens_to_read`). Proposals that
-are not read are checked too, against the token that is drawn: this tells when reading would pay again.
+Wrong proposals cost time, so a step reads as many as pay, by the share of the latest that were right
+(`tokens_to_read`). Those that are not read are checked too, against the token that is drawn: so a row's trust
+in its proposals rises again without a step that is slower.
 
 Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
 its proposals without updating the state, stores what each token would change (its projections in every
@@ -26,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.config import ModelConfig
@@ -62,16 +64,16 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
     return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
 
 
-# The time of a step that reads so many tokens of each row, relative to a plain one: the 8B in Q1_0 on an H200,
-# layers in one launch. One row reads 1, 4 or 8: 2 (1.24) would gain up to 8 % where 0.24 to 0.35 of proposals
-# are right, for one more copy of the step to compile.
-TIMES = {2: 1.26, 4: 1.40, 8: 1.77}
+# The time of a step of so many tokens of all rows, relative to that of one: the 8B in Q1_0 on an H200, layers
+# in one launch (docs/performance.md); more than 256 in proportion.
+TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
 
 def widths(most: int) -> list[int]:
-    """The tokens of a row that steps of up to `most` read, each of which is a copy of the step's program."""
+    """The tokens of a row that steps of up to `most` read. Each is a copy of the step's program, so one row
+    has no 2: these would gain up to 8 %, where 0.24 to 0.35 of proposals are right."""
     return [1, *sorted({min(most, 4), most})]
 
 
@@ -80,7 +82,7 @@ def tokens_to_read(
 ) -> Int[Array, ""]:
     """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
 
-        a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
+    a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
     """
     # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
     choice, best, tokens, p = jnp.int32(0), MARGIN, running.astype(jnp.float32), 1.0
@@ -88,9 +90,14 @@ def tokens_to_read(
         for column in range(narrower - 1, width - 1):
             p = p * s.trust
             tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
-        gain = tokens.sum() / jnp.maximum(running.sum(), 1) / TIMES[width]
+        time = _time(len(running) * width) / _time(len(running))
+        gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
         choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
     return choice
+
+
+def _time(tokens: int) -> float:
+    return float(np.interp(tokens, list(TIMES), list(TIMES.values())))
 
 
 def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "B W"]) -> Speculation:
@@ -308,7 +315,7 @@ def _running_alone(plain: Callable[[State], Drawn], state: State, running: Bool[
     remaining, before = state.remaining, state.sampler
     state, *drawn = plain(state.replace(remaining=jnp.where(running, remaining, 0)))
     state = state.replace(remaining=jnp.where(running, state.remaining, remaining))
-    if len(running) > 1:  # a step counts tokens of rows that wait too; one row alone would have ended the loop
+    if len(running) > 1:  # a step counts tokens of rows that wait, too; one row alone does not wait
         keep = lambda new, old: jnp.where(running[:, None], new, old)  # noqa: E731
         seen, counts = keep(state.sampler.seen, before.seen), keep(state.sampler.counts, before.counts)
         state = state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))

@@ -142,7 +142,8 @@ class NewToken(LayerShare):
         with lanes.when(~is_query & (number < plan.heads + 2 * plan.tokens) & self.has_new & read):
             words = [as_real(word) for v in stored for word in lanes.words(v)]
             after_keys = select(is_value, index(plan.tokens * plan.head_dim), index(0))
-            at = self._token_place(token, after_keys + self._stored_place(0), plan.head_dim) + part * len(words)
+            begin = self._token_place(token, after_keys + self._stored_place(0), plan.head_dim)
+            at = begin + part * len(words)
             for i in range(0, len(words), 4):
                 memory.store_reals(words[i : i + 4], self.smem, [at + i])
             if scale is not None:

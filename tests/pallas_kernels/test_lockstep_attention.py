@@ -36,7 +36,7 @@ def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed, tokens=1
     k_pages, v_pages = (
         np.array(rng.standard_normal((L, sequences * pages, page_size, Hkv, D)), np.float32) for _ in range(2)
     )
-    for row, length in enumerate(lengths[::tokens]):  # behind a row's keys lies what would be seen in its output
+    for row, length in enumerate(lengths[::tokens]):  # behind its keys lies what would be seen in its output
         for j in range(max(length, 0), pages * page_size):
             for cache in (k_pages, v_pages):
                 cache[:, table[row, j // page_size], j % page_size] = 1e4
@@ -117,7 +117,8 @@ CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumer
 def test_attention_in_lockstep_is_the_reference(
     layout, H, Hkv, D, lengths, page_size, interleaved, normed, most
 ):
-    check(most, layout, lengths, page_size, *problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed))
+    sizes = H, Hkv, D, lengths, page_size, layout, interleaved, normed
+    check(most, layout, lengths, page_size, *problem(*sizes))
 
 
 def check(most, layout, lengths, page_size, args, rest, tokens=1):

@@ -12,9 +12,9 @@ from jaxtyping import Array, Int
 from bonsai_jax.decoding.sampling import NO_TOKEN
 
 DRAFTS = False
-TRUST = 0.375  # the first proposals are just read; if one is wrong, the next are checked alone
+TRUST = 0.4  # the first proposals are just read; if they are wrong, the next are only checked
 LONGEST = 3  # tokens of the n-gram that is looked for: the newest and those before it
-SHORTEST = 2  # one token occurs again in any text, and is followed by another
+SHORTEST = 1
 
 
 def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
