@@ -176,14 +176,16 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
 @pytest.mark.parametrize("tokens", [4, 8])
 @pytest.mark.parametrize("source", ["bonsai-8b:q1_0", "tiny-qwen3:q4_k_m", "tiny-qwen3moe:q4_k_m"])
 def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, tokens):
-    """As a plain step of as many rows is, and of the 8B in Q1_0 in one launch; the cache stays in its place."""
+    """As a plain step of as many rows is; layers of the 8B in Q1_0 are one launch. The cache stays in its
+    place."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:{source}")
         started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))
-        proposals, running = jax.ShapeDtypeStruct((1, tokens - 1), jnp.int32), jax.ShapeDtypeStruct((1,), bool)
+        proposals = jax.ShapeDtypeStruct((1, tokens - 1), jnp.int32)
         compiled = compile_for_gpu(
             lambda *arrays: speculation.step(*arrays, config=config),
-            params, state.replace(speculation=started), proposals, running, donate_argnums=1,
+            params, state.replace(speculation=started), proposals, jax.ShapeDtypeStruct((1,), bool),
+            donate_argnums=1,
         )  # fmt: skip
         _, plain, _ = shapes(f"synth:{source}", rows=tokens)
         rows = compile_for_gpu(lambda *arrays: core.step(*arrays, config), params, plain, donate_argnums=1)
