@@ -36,8 +36,9 @@ from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Drawn, Speculation, State
 from bonsai_jax.network import decoder
+from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import STEP_TOKENS
-from bonsai_jax.network.params import Params
+from bonsai_jax.network.params import Params, decode_bytes
 from bonsai_jax.network.taps import Taps
 
 
@@ -67,6 +68,7 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
 # The time of a step of so many tokens of all rows, relative to that of one: the 8B in Q1_0 on an H200, layers
 # in one launch (docs/performance.md); more than 256 in proportion.
 TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
+KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
@@ -77,20 +79,34 @@ def widths(most: int) -> list[int]:
     return [1, *sorted({min(most, 4), most})]
 
 
+def key_time(params: Params, cache: KVCache, config: ModelConfig) -> float:
+    """The time of reading a stored token's keys and values, relative to that of a plain step of one row."""
+    stored = sum(
+        leaf.nbytes / (s.num_pages * s.page_size) for s in cache.paged for leaf in jax.tree.leaves(s)
+    )
+    return KEY_TIME * stored / decode_bytes(params, config)
+
+
 def tokens_to_read(
-    s: Speculation, proposals: Int[Array, "B W-1"], running: Bool[Array, "B"]
+    s: Speculation,
+    proposals: Int[Array, "B W-1"],
+    running: Bool[Array, "B"],
+    keys: float | Float[Array, "B"] = 0.0,
 ) -> Int[Array, ""]:
     """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
 
-    a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
+        a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
+
+    keys  the time in which a token reads its row's keys (`key_time`): each token of a step does
     """
     # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
     choice, best, tokens, p = jnp.int32(0), MARGIN, running.astype(jnp.float32), 1.0
+    all_keys = jnp.where(running, keys, 0).sum()
     for number, (narrower, width) in enumerate(itertools.pairwise(widths(s.width)), 1):
         for column in range(narrower - 1, width - 1):
             p = p * s.trust
             tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
-        time = _time(len(running) * width) / _time(len(running))
+        time = (_time(len(running) * width) + width * all_keys) / (_time(len(running)) + all_keys)
         gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
         choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
     return choice
@@ -161,6 +177,7 @@ def decode(
     rows, width = state.tokens.shape[0], state.speculation.width
     propose = proposers.get(state.speculation.proposer).propose
     options = {"config": config, "logprobs": logprobs, **options}
+    each_key = key_time(params, state.cache, config)
 
     def room(state, written):
         return jnp.minimum(state.remaining, size - written)
@@ -185,7 +202,7 @@ def decode(
             return _widened(drawn, width)
 
         state, tokens, scores = jax.lax.switch(
-            tokens_to_read(state.speculation, proposals, running),
+            tokens_to_read(state.speculation, proposals, running, each_key * state.cache.lengths),
             [functools.partial(read, count) for count in widths(width)],
             state,
         )

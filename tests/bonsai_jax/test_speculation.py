@@ -274,6 +274,21 @@ def test_a_step_reads_what_draws_most_in_its_time(trust, proposals, running, tok
     assert speculation.widths(width)[chosen] == tokens
 
 
+def test_a_step_after_many_keys_reads_less():
+    """Each of its tokens reads all of them."""
+    params, state = tiny().params, new("ngram")
+    keys = state.cache.states["attention"][0].k
+    per_token = 2 * keys.shape[0] * keys.shape[3] * keys.shape[4] * keys.dtype.itemsize
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    weights -= 0 if params.head is None else params.embed.nbytes
+    each = speculation.key_time(params, state.cache, tiny().config)
+    np.testing.assert_allclose(each, per_token / weights / 2)
+    read = lambda keys: speculation.tokens_to_read(  # noqa: E731
+        trusting(0.9, width=8), jnp.zeros((1, 7), jnp.int32), jnp.array([True]), jnp.array([keys])
+    )
+    assert [int(read(keys)) for keys in (0.0, 0.5, 1.0, 100.0)] == [2, 1, 1, 0]
+
+
 def test_trust_is_the_share_of_late_proposals_that_were_right():
     """Read or not; those behind a row's tokens are not checked, and without proposals nothing is learnt."""
     proposals = jnp.array([[4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, NONE], [NONE] * 3, [4, 5, 6]])
