@@ -10,6 +10,10 @@ the same token, and so the same distribution. A proposal is accepted if it is th
 Nothing is drawn twice, unlike in Leviathan et al. 2023. Only rounding differs: a product of several rows may
 add in another order than a product of one, which shows at near-ties.
 
+Wrong proposals cost time, so a step reads as many as pay, by the share of the latest that were right
+(`tokens_to_read`). Those that are not read are checked too, against the token that is drawn: so a row's trust
+in its proposals rises again without a step that is slower.
+
 Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
 its proposals without updating the state, stores what each token would change (its projections in every
 layer), and then applies the changes of the accepted tokens (decoder.replay). The state is read twice and
@@ -17,11 +21,13 @@ written once, where a plain step reads and writes it once.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.config import ModelConfig
@@ -30,8 +36,9 @@ from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Drawn, Speculation, State
 from bonsai_jax.network import decoder
+from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import STEP_TOKENS
-from bonsai_jax.network.params import Params
+from bonsai_jax.network.params import Params, decode_bytes
 from bonsai_jax.network.taps import Taps
 
 
@@ -41,16 +48,87 @@ def start(rows: int, capacity: int, proposer: str, device_rows: int | None = Non
     device_rows   rows on each device; None: all
     Raises NotImplementedError for a proposer that has no file.
     """
-    proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    steps = jnp.zeros(rows, jnp.int32)
-    return Speculation(ids, steps, proposer=proposer, width=width(device_rows or rows))
+    steps, trust = jnp.zeros(rows, jnp.int32), jnp.full(rows, proposers.get(proposer).TRUST, jnp.float32)
+    return Speculation(ids, steps, trust, proposer=proposer, width=width(device_rows or rows))
 
 
 def width(rows: int) -> int:
-    """Tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
+    """Most tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
     Products of up to 8 tokens run by the kernels of a decode step, in about the time of reading weights."""
     return max(2, STEP_TOKENS // rows)
+
+
+def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
+    """With these rows as if they had read nothing yet."""
+    ids = jnp.where(rows[:, None], NO_TOKEN, s.ids)
+    return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
+
+
+# The time of a step of so many tokens of all rows, relative to that of one: the 8B in Q1_0 on an H200, layers
+# in one launch (docs/performance.md); more than 256 in proportion.
+TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
+KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
+MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
+KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
+
+
+def widths(most: int) -> list[int]:
+    """The tokens of a row that steps of up to `most` read. Each is a copy of the step's program, so one row
+    has no 2: these would gain up to 8 %, where 0.24 to 0.35 of proposals are right."""
+    return [1, *sorted({min(most, 4), most})]
+
+
+def key_time(params: Params, cache: KVCache, config: ModelConfig) -> float:
+    """The time of reading a stored token's keys and values, relative to that of a plain step of one row."""
+    stored = sum(
+        leaf.nbytes / (s.num_pages * s.page_size) for s in cache.paged for leaf in jax.tree.leaves(s)
+    )
+    return KEY_TIME * stored / decode_bytes(params, config)
+
+
+def tokens_to_read(
+    s: Speculation,
+    proposals: Int[Array, "B W-1"],
+    running: Bool[Array, "B"],
+    keys: float | Float[Array, "B"] = 0.0,
+) -> Int[Array, ""]:
+    """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
+
+        a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
+
+    keys  the time in which a token reads its row's keys (`key_time`): each token of a step does
+    """
+    # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
+    choice, best, tokens, p = jnp.int32(0), MARGIN, running.astype(jnp.float32), 1.0
+    all_keys = jnp.where(running, keys, 0).sum()
+    for number, (narrower, width) in enumerate(itertools.pairwise(widths(s.width)), 1):
+        for column in range(narrower - 1, width - 1):
+            p = p * s.trust
+            tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
+        time = (_time(len(running) * width) + width * all_keys) / (_time(len(running)) + all_keys)
+        gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
+        choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
+    return choice
+
+
+def _time(tokens: int) -> float:
+    return float(np.interp(tokens, list(TIMES), list(TIMES.values())))
+
+
+def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "B W"]) -> Speculation:
+    """With the trust in a row's proposals after tokens that were drawn, NO_TOKEN behind them.
+
+        trust <- KEEP trust + (1 - KEEP) right,    for each proposal in whose place a token was drawn
+
+    All of these but the last are right, or the last would not have been drawn.
+    """
+    known = tokens[:, :-1]
+    checked = (known != NO_TOKEN) & (proposals != NO_TOKEN)
+    right = (checked & (proposals == known)).sum(1)
+    wrong = checked.sum(1) - right
+    trust = KEEP**wrong * (1 - KEEP**right * (1 - s.trust))
+    return s.replace(trust=trust.astype(jnp.float32))
 
 
 def note(
@@ -83,6 +161,7 @@ def decode(
     params: Params,
     state: State,
     config: ModelConfig,
+    plain: Callable[..., Drawn],
     *,
     limit: int | Int[Array, ""],
     size: int,
@@ -90,11 +169,15 @@ def decode(
     **options: Any,
 ) -> Drawn:
     """steps.decode for a state with a Speculation: steps until every row has ended or has `size` tokens, or
-    `limit` steps have been made. Where no row has a proposal, a step reads one token a row."""
+    `limit` steps have been made.
+
+    plain   steps.step, for steps that read no proposals
+    """
     assert state.speculation is not None
     rows, width = state.tokens.shape[0], state.speculation.width
     propose = proposers.get(state.speculation.proposer).propose
-    one_step = functools.partial(step, params, config=config, logprobs=logprobs, **options)
+    options = {"config": config, "logprobs": logprobs, **options}
+    each_key = key_time(params, state.cache, config)
 
     def room(state, written):
         return jnp.minimum(state.remaining, size - written)
@@ -109,17 +192,28 @@ def decode(
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
         proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
         proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
-        state, tokens, scores = jax.lax.cond(
-            jnp.any(proposals[:, 0] != NO_TOKEN),
-            lambda state: one_step(state, proposals, left > 0),
-            lambda state: _widened(one_step(state, proposals[:, :0], left > 0), width),
+        running = left > 0
+
+        def read(count, state):
+            if count == 1:
+                drawn = _running_alone(lambda state: plain(params, state, **options), state, running)
+            else:
+                drawn = step(params, state, proposals[:, : count - 1], running, **options)
+            return _widened(drawn, width)
+
+        state, tokens, scores = jax.lax.switch(
+            tokens_to_read(state.speculation, proposals, running, each_key * state.cache.lengths),
+            [functools.partial(read, count) for count in widths(width)],
             state,
         )
+        s = learned(state.speculation, proposals, tokens)
+        state = state.replace(speculation=s.replace(steps=s.steps + running))
         drawn = tokens != NO_TOKEN
         at = jnp.where(drawn, written[:, None] + jnp.arange(width), size)
         row = jnp.arange(rows)[:, None]
         out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, (tokens, scores))
-        return i + 1, state, written + drawn.sum(1), out
+        written = written + sum(drawn[:, t].astype(jnp.int32) for t in range(width))  # no kernel of its own
+        return i + 1, state, written, out
 
     no_scores = sampling.no_logprobs((rows, size), logprobs, state.sampler.scored)
     out = jnp.full((rows, size), NO_TOKEN, jnp.int32), no_scores
@@ -151,7 +245,7 @@ def step(
     check(~jnp.any(running & full), "decode: a row's cache is full; make the state with a larger context")
     readable = running[:, None] & up_to(proposals != NO_TOKEN)
     positions = jnp.where(readable, first[:, None] + offset, -1)
-    keep_updates = proposals.shape[1] > 0 and state.cache.recurrent
+    keep_updates = state.cache.recurrent
     tokens = jnp.maximum(read, 0)
     hidden, cache, updates = decoder.decoder(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
@@ -163,11 +257,7 @@ def step(
     positions = jnp.where(accepted, positions, -1)
     if keep_updates:
         cache = decoder.replay(params, cache, updates, positions, config)
-    s: Any = state.speculation
-    state = state.replace(
-        cache=cache.replace(lengths=first + accepted.sum(1)),
-        speculation=s.replace(steps=s.steps + running),
-    )
+    state = state.replace(cache=cache.replace(lengths=first + accepted.sum(1)))
     state = follow(params, state, hidden, tokens, positions, config)
     return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), scores)
 
@@ -237,10 +327,22 @@ def _logprobs(scores: jax.Array, tokens: jax.Array, n: int | None) -> sampling.L
     return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), flat)
 
 
+def _running_alone(plain: Callable[[State], Drawn], state: State, running: Bool[Array, "B"]) -> Drawn:
+    """A plain step in which rows wait that do not run, but may later; its results as [B, 1]."""
+    remaining, table, sampler = state.remaining, state.sampler.table, state.sampler
+    if len(running) > 1:  # one row alone does not wait
+        sampler = sampling.without_tables(sampler, ~running)
+    state, *drawn = plain(state.replace(remaining=jnp.where(running, remaining, 0), sampler=sampler))
+    remaining = jnp.where(running, state.remaining, remaining)
+    state = state.replace(remaining=remaining, sampler=state.sampler.replace(table=table))
+    return Drawn(state, *jax.tree.map(lambda x: x[:, None], drawn))
+
+
 def _widened(drawn: Drawn, width: int) -> Drawn:
-    """The result of a step that reads one token a row, in the shapes of a step that reads `width`."""
+    """The result of a step that reads fewer tokens a row, in the shapes of a step that reads `width`."""
 
     def pad(x, value=0):
-        return jnp.pad(x, ((0, 0), (0, width - 1), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
+        missing = width - x.shape[1]
+        return jnp.pad(x, ((0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
 
     return Drawn(drawn.state, pad(drawn.tokens, NO_TOKEN), jax.tree.map(pad, drawn.logprobs))

@@ -21,13 +21,15 @@ class Speculation(struct.PyTreeNode):
               cache.lengths; NO_TOKEN where vectors were read in place of tokens
     steps     int32 [B], the steps of `decode` in which a row drew tokens: with the number of its tokens, how
               many one step gave
+    trust     float32 [B], 0 to 1: the share of a row's latest proposals that were right (speculation.learned)
     draft     what the draft layer stores, where the proposer needs it
     proposer  a file of proposers/
-    width     tokens of a row in one step, its newest among them
+    width     most tokens of a row in one step, its newest among them
     """
 
     ids: Int[Array, "B capacity"]
     steps: Int[Array, "B"]
+    trust: Float[Array, "B"]
     draft: DraftState | None = None
     proposer: str = struct.field(pytree_node=False, default="ngram")
     width: int = struct.field(pytree_node=False, default=STEP_TOKENS)

@@ -155,7 +155,7 @@ def decode(
     size = arguments.whole("size", size)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     if state.speculation is not None:
-        return speculation.decode(params, state, config, limit=limit, size=size, **options)
+        return speculation.decode(params, state, config, step, limit=limit, size=size, **options)
 
     def unfinished(carry):
         i, state, _ = carry

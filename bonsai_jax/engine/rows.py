@@ -358,8 +358,8 @@ def started(state: State, chunk: dict[str, Any], remembers: bool | Bool[Array, "
     state = state.replace(sampler=state.sampler.replace(keys=sampling.keys(seeds), **rules))
     state = _only_if(remembers, lambda sampler: sampling.cleared(sampler, starts[:, 0]), state)
     if state.speculation is not None:
-        ids = jnp.where(starts, NO_TOKEN, state.speculation.ids)
-        state = state.replace(speculation=state.speculation.replace(ids=ids))
+        forgotten = speculation.forgotten(state.speculation, starts[:, 0])
+        state = state.replace(speculation=forgotten)
     if state.chain is not None:
         ids = jnp.where(starts, NO_TOKEN, state.chain.dry.ids)
         own = state.chain.replace(

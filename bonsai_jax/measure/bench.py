@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import jitted, speculation
+from bonsai_jax.decoding import jitted, proposers, speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import decoder, parallel
@@ -209,7 +209,8 @@ class Test:
         )
         if self.kind == "gen":
             if (s := self.state.speculation) is not None:
-                reset = s.replace(steps=jnp.zeros_like(s.steps))
+                trust = jnp.full_like(s.trust, proposers.get(s.proposer).TRUST)
+                reset = s.replace(steps=jnp.zeros_like(s.steps), trust=trust)
                 self.state = self.state.replace(speculation=reset)
             cache = self.state.cache.replace(lengths=lengths)
             self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))

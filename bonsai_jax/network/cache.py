@@ -1,6 +1,7 @@
 """What sequences keep of the tokens they have read: pages of keys and values, a block table and lengths, and
 recurrent states. Immutable to read, donated to write."""
 
+import functools
 from typing import Any
 
 import jax
@@ -103,6 +104,12 @@ class KVCache(struct.PyTreeNode):
             lengths=self.lengths[rows],
             states=map_states(lambda state: state.copies(rows, pages), self.states),
         )
+
+    def with_tokens_as_rows(self, tokens: int) -> "KVCache":
+        """The same pages with each row `tokens` times, for as many rows of one token (decoder.py). Neither
+        for recurrent states nor for rings, which belong to a row."""
+        each = functools.partial(jnp.repeat, repeats=tokens, axis=0)
+        return self.replace(block_table=each(self.block_table), lengths=each(self.lengths))
 
     def source(self, config: ModelConfig, half: Any) -> tuple[Any, int] | None:
         """The state, and the index in it, of the layer whose keys and values a half of a layer reads in place

@@ -20,7 +20,7 @@ from bonsai_jax.network import cache as kv
 from bonsai_jax.network import inputs, kinds, rope, workspaces
 from bonsai_jax.network.adapter import beside, refuse_split
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
+from bonsai_jax.network.kinds.place import NO_TAPS, STEP_TOKENS, Place, Tap
 from bonsai_jax.network.layer_vectors import layer_vectors
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
@@ -53,6 +53,7 @@ def decoder(
     keep_updates: bool = False,
     num_layers: int | None = None,
     remat: Remat = False,
+    together: int = 1,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens of each sequence through every layer, after those that the cache holds.
 
@@ -65,17 +66,25 @@ def decoder(
     the first so many layers run. With remat, a backward pass computes each layer again, and the cache is
     returned as it was given, but for its lengths. num_keys: as for `attend`.
 
-    Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
+    Positions of -1 mark padding: nothing of it is stored, and its output means nothing. A sequence's tokens
+    have positions one after another, with padding behind them. The layers are
     scanned with the cache as carry, so that its pages are updated in place: a loop for each run of layers
     whose settings repeat (ModelConfig.runs); weights stay stacked and are indexed by layer. A decode step on
     kernels is one launch, or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures
-    straight code as one graph, but a loop not.
+    straight code as one graph, but a loop not. So is a step of a few tokens of each sequence (speculation):
+    its B T tokens are as many rows of one token, of which `together` neighbours are one sequence's.
     """
     taps = Taps() if taps is None else taps
     if not isinstance(taps, Taps):
         raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output")')
     count = config.num_layers if num_layers is None else num_layers
     taps.check_layers(count)
+    whole = not taps.used and not keep_updates and count == config.num_layers
+    if whole and _as_rows(params, tokens, cache, config):
+        (B, T), each = tokens.shape[:2], lambda x: x.reshape(-1, 1, *x.shape[2:])
+        rows = cache.with_tokens_as_rows(T)
+        x, rows, read = decoder(params, each(tokens), each(positions), rows, config, num_keys, together=T)
+        return x.reshape(B, T, -1), kv.advance(cache.replace(states=rows.states), positions), read
     if params.axis is not None and (inner := sorted(taps.used - set(STREAM))):
         raise NotImplementedError(
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
@@ -122,6 +131,7 @@ def decoder(
             layer_norm=config.layer_norm,
             start=start,
             layer_vectors=vectors,
+            tokens=together,
         )
 
     def layer_step(carry, number, tapped, turn=0, period=1):
@@ -202,8 +212,7 @@ def decoder(
         return carry, parts
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
-    whole = one_token and not taps.used and not keep_updates and count == config.num_layers
-    schedule, read = params.step.schedule(rows) if whole else "launches", {}
+    schedule, read = params.step.schedule(rows) if whole and one_token else "launches", {}
     if schedule != "launches" and params.adapter is not None:
         from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
 
@@ -225,6 +234,24 @@ def decoder(
             parts += more
         (x, cache, _), read = carry, _by_layer(parts)
     return x, kv.advance(cache, positions), read
+
+
+def _as_rows(params: Params, tokens: jax.Array, cache: KVCache, config: ModelConfig) -> bool:
+    """Whether a decode step of several tokens of each sequence is one of as many rows of one token. Kernels
+    for one token attend to keys of rows that are read in the same launch (attention/decode_token.py), but
+    know neither recurrent states nor rings of pages of these rows. A GEMM of sections of 8 rows has all of a
+    sequence's in one, as attention in one launch with it wants."""
+    B, T = tokens.shape[:2]
+    if T == 1 or STEP_TOKENS % T or not params.step.unrolled or params.adapter is not None:
+        return False
+    if cache.recurrent or cache.chunk is not None or any(s.impl != "decode" for s in cache.paged):
+        return False
+    schedule = params.step.schedule(B * T)
+    if schedule == "launches":
+        return B * T <= STEP_TOKENS
+    from bonsai_jax.network.fused import reads_together  # only GPUs need it
+
+    return reads_together(schedule, params, B * T, T, config)
 
 
 def _first(carry_and_read: tuple[tuple, Any]) -> tuple[jax.Array, Any]:

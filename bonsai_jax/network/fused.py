@@ -56,7 +56,7 @@ def one_launch(
     from pallas_kernels.step.decode_layers import decode_layers  # only GPUs need it
 
     changes = _changes(params)
-    shapes = _shapes(params, x.shape[0], config, changes)
+    shapes = _shapes(params, x.shape[0], config, changes, place_of(0, sizes).tokens)
     kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
     fields = tuple((part.fields["words"], part.fields["scales"]) for part in _bit_stacks(params))
     y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(x[:, 0], fields, inputs, changes)
@@ -68,6 +68,14 @@ def beside_adapter(schedule: str, params: Params, rows: int, config: ModelConfig
     if schedule != "one_launch" or config.experts is not None:
         return "launches"
     return "launches" if _shapes(params, rows, config, _changes(params)).refuses() else schedule
+
+
+def reads_together(schedule: str, params: Params, rows: int, tokens: int, config: ModelConfig) -> bool:
+    """Whether a schedule that was planned for so many rows has room for as many of which `tokens` neighbours
+    are one sequence's."""
+    if schedule != "one_launch" or config.experts is not None:
+        return True
+    return _shapes(params, rows, config, None, tokens).refuses() is None
 
 
 def _bit_stacks(params: Params) -> list[QTensor]:
@@ -87,7 +95,9 @@ def _changes(params: Params) -> StepChanges | None:
     return StepChanges(matrices, params.adapter.chosen) if any(matrices) else None
 
 
-def _shapes(params: Params, rows: int, config: ModelConfig, changes: StepChanges | None) -> "Shapes":
+def _shapes(
+    params: Params, rows: int, config: ModelConfig, changes: StepChanges | None, tokens: int = 1
+) -> "Shapes":
     """Of `one_launch` without experts."""
     from pallas_kernels.step.shapes import Shapes  # only GPUs need it
 
@@ -96,6 +106,7 @@ def _shapes(params: Params, rows: int, config: ModelConfig, changes: StepChanges
         rows, config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(),
         bits=_bit_stacks(params)[0].products.activation_bits, eps=config.rms_norm_eps,
         activation=config.mlp.activation, changes=NO_CHANGES if changes is None else changes.sizes,
+        tokens=tokens,
     )  # fmt: skip
 
 
@@ -178,7 +189,7 @@ def layer_gemms(
     for layer in range(config.num_layers):
         run = functools.partial(
             kernels.run, layer=layer, eps=config.rms_norm_eps, interleaved=sizes.rope.interleaved,
-            activation=config.mlp.activation,
+            activation=config.mlp.activation, tokens=place_of(0, sizes).tokens,
         )  # fmt: skip
         total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(run)(
             total, stacks, inputs, workspace

@@ -48,6 +48,7 @@ def attend(
     norms_after_rope: bool = False,
     temperature: Float[Array, "B T"] | None = None,
     v_norm: bool = False,
+    tokens: int = 1,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> tuple[Array, Pages, Pages, Array | None]:
@@ -67,6 +68,8 @@ def attend(
     norms_after_rope  whether QK-norm comes after rope
     temperature  queries are multiplied by it after both; None: they are not
     v_norm     whether each value head is normed, by rms_norm without weights
+    tokens     so many neighbouring rows of one token each are one sequence's: of the same pages, at positions
+               one after another, -1 behind them. Each attends to the keys of those before it
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -143,7 +146,7 @@ def attend(
         def attends(sinks, *arrays):
             return kernel(
                 *arrays, eps=eps, interleaved=interleaved, gated=gates_too, sinks=sinks,
-                scores=Scores(window, scale, softcap),
+                scores=Scores(window, scale, softcap), tokens=tokens,
             )  # fmt: skip
 
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(attends)(

@@ -24,7 +24,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_cache import Bounds, Cache, LayerShare, Share, stored_key, team_warp
+from pallas_kernels.attention.decode_cache import (
+    Bounds,
+    Cache,
+    LayerShare,
+    Share,
+    stored_key,
+    stored_keys,
+    team_warp,
+)
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
 from pallas_kernels.attention.decode_splits import combine
@@ -50,7 +58,7 @@ from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma.activations import GROUP, columns_of_lane, store_group
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers", "scores"))
+@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers", "scores", "tokens"))
 def decode_attention(
     qkv,
     k_pages,
@@ -68,6 +76,7 @@ def decode_attention(
     integers=False,
     scores=PLAIN,
     sinks=None,
+    tokens=1,
 ) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
 
@@ -84,7 +93,7 @@ def decode_attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
         normed=norms is not None, eps=eps, interleaved=interleaved,
-        pairs=0 if cos is None else cos.shape[-1], gated=gated, scores=scores,
+        pairs=0 if cos is None else cos.shape[-1], gated=gated, scores=scores, tokens=tokens,
     )  # fmt: skip
     if workspace is not None and workspace.size < phase.partials:
         raise ValueError(
@@ -203,9 +212,9 @@ class Attention(Plan):
         chunk = ceil_divided(ceil_divided(keys - first, splits), KEYS) * KEYS
         start = minimum(keys, first + split * chunk)
         stop = minimum(keys, start + chunk)
-        pages = []
+        pages, stored = [], stored_keys(self, row, length)
         for visit in (0, 1):
-            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
+            base = stored_key(stored, start + (team_warp(self) + visit * self.team) * KEYS)
             pages.append(memory.load(cache.table, row, base // self.page_size))
         return Bounds(position, integer(start), integer(stop), *pages)
 

@@ -8,7 +8,7 @@ from typing import Any
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.scores import LOG2_E
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, maximum, minimum
+from pallas_kernels.gpu.values import index, integer, maximum, minimum
 
 # A team: its shared memory, its warps and threads by number
 
@@ -102,9 +102,14 @@ class LayerShare:
     share: Share
     layer: Any
 
+    @property
+    def stored(self):
+        """`stored_keys` of this row, i32."""
+        return integer(stored_keys(self.plan, self.share.row, self.share.length))
+
     def stored_key(self, j):
         """Key j, or the last that is stored: of the same page, if a page's first 16 keys hold both."""
-        return stored_key(self.share.length, j)
+        return stored_key(self.stored, j)
 
     def page_of(self, base):
         """The page of 16 keys from `base` on; None where pages do not hold whole 16."""
@@ -127,5 +132,13 @@ class LayerShare:
         return [self.layer, page, j % plan.page_size, kv_head, part]
 
 
-def stored_key(length, j):
-    return minimum(j, maximum(length, 1) - 1)
+def stored_keys(plan: Plan, row, length):
+    """How many of a row's `length` earlier keys the cache has before the launch: all, but those of tokens
+    that are read in the same launch, in the rows before it."""
+    if plan.tokens == 1:
+        return length
+    return index(length) - minimum(index(row) % plan.tokens, index(length))
+
+
+def stored_key(stored, j):
+    return minimum(j, maximum(stored, 1) - 1)

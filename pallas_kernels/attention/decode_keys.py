@@ -1,5 +1,5 @@
 """What a lane has of 16 keys and values (decode_warp.py has the picture): how it loads them from their pages,
-and the new key in its place among them."""
+and the new keys in their places among them."""
 
 import dataclasses
 from typing import Any
@@ -81,21 +81,28 @@ class Warp(LayerShare):
         return [[scale(refs, at) for at in heads] for refs in self.cache.pages]
 
     def with_new_scales(self, token, js, scales):
-        """The new key's scales in their place among those of js."""
+        """The new keys' scales in their places among those of js."""
 
         def scale(which, j, old):
-            return None if old is None else select(j == self.share.length, token.scale(which), old)
+            return None if old is None else select(token.is_new(j), token.scale(which, j), old)
 
         return [
             [scale(which, *each) for each in zip(js, olds, strict=True)] for which, olds in enumerate(scales)
         ]
 
     def with_new(self, token, which: int, js, parts, stored):
-        """The new key (0), or value (1), in its place among those of js."""
-        new = [token.stored(which, index(part // 8), old) for part, old in zip(parts, stored[0], strict=True)]
+        """The new keys (0), or values (1), in their places among those of js."""
+
+        def new(j):
+            return [
+                token.as_stored(which, j, index(part // 8), old)
+                for part, old in zip(parts, stored[0], strict=True)
+            ]
+
+        each = [new(js[0])] * len(js) if self.plan.tokens == 1 else map(new, js)
         return [
-            jax.tree.map(lambda v, old, j=j: select(j == self.share.length, v, old), new, key)
-            for j, key in zip(js, stored, strict=True)
+            jax.tree.map(lambda v, old, j=j: select(token.is_new(j), v, old), own, key)
+            for j, own, key in zip(js, each, stored, strict=True)
         ]
 
     def _load(self, refs, js, parts, page):

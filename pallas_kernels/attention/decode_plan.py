@@ -40,6 +40,7 @@ class Plan:
     gated: bool = False  # each query is followed by its gate, by whose sigmoid outputs are multiplied
     scores: Scores = PLAIN
     one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
+    tokens: int = 1  # neighbouring rows that are one sequence's tokens, one after another
 
     @property
     def turned(self) -> bool:
@@ -107,9 +108,10 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """float32 of a team: sums [warps, heads, head_dim], and before them what a new token brings: queries
-        [heads, head_dim], key and value [head_dim] each, units [heads], two scales (decode_token.py)."""
-        new_token = (self.heads + 2) * self.head_dim + self.heads + 2
+        """float32 of a team: sums [warps, heads, head_dim], and before them what new tokens bring: queries
+        [heads, head_dim], keys and values [tokens, head_dim] each, units [heads], scales of keys and values
+        (decode_token.py)."""
+        new_token = (self.heads + 2 * self.tokens) * self.head_dim + self.heads + 2 * self.tokens
         return max(self.team * self.heads * self.head_dim, -(-new_token // 4) * 4)
 
     @property

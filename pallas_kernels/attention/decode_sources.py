@@ -52,12 +52,12 @@ class Source:
 
     def __post_init__(self):
         self.key_js, self.value_js = self.warp.keys_at(self.base), self.warp.values_at(self.base)
-        self.has_new = (self.warp.share.length - self.base < KEYS) & self.token.has_new
+        self.has_new = self.token.among(self.base) & self.token.has_new
         self.next = self.base + self.step
         self.more = self.next < self.warp.share.stop
 
     def keys(self) -> tuple[list, list, list]:
-        """(keys, their scales, scales of the values), the new ones in their place."""
+        """(keys, their scales, scales of the values), the new ones in their places."""
         stored, stored_scales = self._stored_keys()
         scales = [[None if x is None else lanes.reals(x)[0] for x in each] for each in stored_scales]
         warp, token, js = self.warp, self.token, self.key_js
@@ -247,13 +247,12 @@ def piece_address(warp: Warp, which: int, slot, row, piece, more: int = 0):
 
 def copy(warp: Warp, which: int, base, page, slot):
     """16 keys (0) or values (1) of one page to a place, in rows."""
-    length = warp.share.length
     numbers = jax.tree.leaves(warp.cache.pages[which])[0]
     lane, pieces = integer(lanes.thread() % 32), warp.row_bytes // 16
     row, piece, together = lane // pieces, lane % pieces, 32 // pieces
     # They are of one page, from one address on; in place of a row that is not stored yet, the last.
     base = warp.stored_key(base)
-    last = maximum(length, 1) - 1 - base
+    last = maximum(warp.stored, 1) - 1 - base
     source = memory.address_of(numbers, warp.place(base, piece * (16 // warp.itemsize), page))
     for first in range(0, KEYS, together):
         at = source + long(minimum(row + first, last) * (warp.plan.kv_heads * warp.row_bytes))

@@ -8,12 +8,24 @@ neighbouring numbers of a head, so that 3 warps have 4 heads of 128, their key a
 Warps read from there what their lanes need (decode_warp.py). If every warp recomputed it (32 values per
 lane), the path from q to the scores would take four times the instructions, and registers that arriving keys
 use now.
+
+Where `plan.tokens` neighbouring rows are one sequence's tokens, a row attends to the keys of the rows before
+it, which other teams store in this launch. Its team makes these from q, k and v too, and waits for no other
+team:
+
+    row      0    1    2    3          positions 20, 21, 22, 23; the cache has keys 0 to 19
+    makes    20   20   20   20         in shared memory
+                  21   21   21
+                       22   22
+                            23
+    stores   20   21   22   23         in the cache
 """
 
 import dataclasses
 from typing import Any
 
 from pallas_kernels.attention.decode_cache import LayerShare, team_warp
+from pallas_kernels.attention.decode_plan import KEYS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
@@ -25,6 +37,7 @@ from pallas_kernels.gpu.values import (
     rsqrt,
     select,
     sum_of_squares,
+    true,
 )
 
 PART = 8  # numbers of a lane
@@ -34,7 +47,8 @@ FIRST_WARP = 2  # that makes it, of a team: those before may have a second place
 @dataclasses.dataclass(frozen=True)
 class NewToken(LayerShare):
     """Where it lies in shared memory, from `begin` on, in words: of the queries' pairs [head, part, high or
-    low, 4]; of key and value what is stored of them, [part, its words]; units of the queries; scales."""
+    low, 4]; of keys, then of values what is stored of them, [token, part, its words]; units of the queries;
+    scales of keys, then of values."""
 
     smem: Any
     begin: Any
@@ -45,28 +59,52 @@ class NewToken(LayerShare):
 
     @property
     def has_new(self):
-        """Whether the new key is of this split, which may have no keys."""
-        length = self.share.length
-        return (self.share.start <= length) & (length < self.share.stop)
+        """Whether new keys are of this split, which may have no keys."""
+        return (self.share.start <= self.share.length) & (self.stored < self.share.stop)
+
+    def is_new(self, j):
+        """Whether key j, up to the row's own, is one of the new ones."""
+        return j == self.share.length if self.plan.tokens == 1 else self.stored <= j
+
+    def among(self, base):
+        """Whether new keys are among the 16 from `base` on, which have a key of this row."""
+        if self.plan.tokens == 1:
+            return self.share.length - base < KEYS
+        return (base <= self.share.length) & (self.stored < base + KEYS)
+
+    @property
+    def _number(self):
+        """The number of the row's own token among those of its sequence."""
+        return self.share.row % self.plan.tokens
+
+    def _number_of(self, j):
+        """The number of the token whose key j is; of a stored key the row's own."""
+        return minimum(index(j) - index(self.stored), self._number)
 
     def make(self, load_qkv):
         """load_qkv: (row, columns) -> list of float32, 4 from each column on (an index and a constant)."""
         plan, each = self.plan, 32 // self.parts
-        for first in range(0, plan.heads + 2, plan.team * each):
+        last = plan.heads + 2 * plan.tokens
+        for first in range(0, last, plan.team * each):
             warp = (team_warp(plan) + max(0, plan.team - FIRST_WARP)) % plan.team
             number = warp * each + first
             if plan.team == 1:
                 self._make(number, load_qkv)
                 continue
-            with lanes.when((number < plan.heads) | (self.has_new & (number < plan.heads + 2))):
+            with lanes.when((number < plan.heads) | (self.has_new & (number < last))):
                 self._make(number, load_qkv)
 
     def _make(self, first, load_qkv):
-        """Of heads `first` and following, as many as a warp's lanes have: queries, the key, the value."""
+        """Of heads `first` and following, as many as a warp's lanes have: queries, keys, values."""
         plan, share, layout = self.plan, self.share, self.cache.layout
         lane = lanes.thread() % 32
         number, part = lane // self.parts + first, lane % self.parts
-        is_query, is_value = number < plan.heads, plan.heads < number
+        is_query, is_value = number < plan.heads, plan.heads + plan.tokens - 1 < number
+        row, token, read = share.row, index(0), true()  # read: whether there is such a token, up to the row's
+        if plan.tokens > 1:
+            token = (number - plan.heads) % plan.tokens
+            read = token <= self._number
+            row = select(read & ~is_query, row - self._number + token, row)
         kv_head, per_query = share.heads // (plan.group // plan.heads), 1 + plan.gated
         key_head = kv_head + per_query * plan.group * plan.kv_heads
         key_head = key_head + select(is_value, index(plan.kv_heads), index(0))
@@ -75,10 +113,10 @@ class NewToken(LayerShare):
         if plan.normed:
             at = self.layer * plan.head_dim + part * PART
             gamma = memory.load_either(PART, is_query, self.cache.gammas, at)
-        turned = self._angles(part) if plan.turned else None
+        turned = self._angles(row, part) if plan.turned else None
         page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
         column = head * plan.head_dim + part * PART
-        raw = load_qkv(share.row, [(column, 0), (column, 4)])
+        raw = load_qkv(row, [(column, 0), (column, 4)])
         x = raw
         if gamma is not None:
             mean = lanes.warp_sum_real(sum_of_squares(x), self.parts) * (1 / plan.head_dim)
@@ -101,31 +139,37 @@ class NewToken(LayerShare):
                     memory.store(unit, self.smem, self._units + number)
         stored = [select(is_value, old, v) for old, v in zip(raw, x, strict=True)]
         (stored,), scale = layout.narrow([stored], distances)
-        with lanes.when(~is_query & (number < plan.heads + 2) & self.has_new):
+        with lanes.when(~is_query & (number < plan.heads + 2 * plan.tokens) & self.has_new & read):
             words = [as_real(word) for v in stored for word in lanes.words(v)]
-            at = select(is_value, index(plan.head_dim), index(0)) + self._stored_place(0) + part * len(words)
+            after_keys = select(is_value, index(plan.tokens * plan.head_dim), index(0))
+            begin = self._token_place(token, after_keys + self._stored_place(0), plan.head_dim)
+            at = begin + part * len(words)
             for i in range(0, len(words), 4):
                 memory.store_reals(words[i : i + 4], self.smem, [at + i])
             if scale is not None:
                 with lanes.when(part == 0):
-                    at = select(is_value, index(1), index(0)) + self._scales
-                    memory.store(scale, self.smem, at)
+                    after_keys = select(is_value, index(plan.tokens), index(0))
+                    memory.store(scale, self.smem, self._token_place(token, after_keys + self._scales))
             at = self.place(share.length, part * PART, page)
-            for refs, condition in zip(self.cache.pages, (~is_value, is_value), strict=True):
+            conditions = ~is_value, is_value
+            if plan.tokens > 1:
+                own = (token == self._number) & (share.length < share.stop)
+                conditions = [condition & own for condition in conditions]
+            for refs, condition in zip(self.cache.pages, conditions, strict=True):
                 with lanes.when(condition):
                     layout.store(stored, refs, at)
                     if scale is not None:
                         with lanes.when(part == 0):
                             layout.store_scale(scale, refs, at[:-1])
 
-    def _angles(self, part):
-        """cos and sin of the pairs of which this lane has dimensions."""
+    def _angles(self, row, part):
+        """cos and sin, at a row's position, of the pairs of which this lane has dimensions."""
         plan, refs = self.plan, self.cache.rotation
         if plan.interleaved:
-            return [memory.load_reals(PART // 2, ref, [self.share.row, part * (PART // 2)]) for ref in refs]
+            return [memory.load_reals(PART // 2, ref, [row, part * (PART // 2)]) for ref in refs]
         half = self._half
         at = part % half * PART
-        cos, sin = (memory.load_reals(PART, ref, [self.share.row, at]) for ref in refs)
+        cos, sin = (memory.load_reals(PART, ref, [row, at]) for ref in refs)
         sin = [select(part < half, -v, v) for v in sin]
         if 2 * half < self.parts:  # only a part of a head is turned
             turns = part < 2 * half
@@ -159,8 +203,12 @@ class NewToken(LayerShare):
         return self.begin + ((head * self.parts + part) * 2 + low) * 4
 
     def _stored_place(self, which: int):
-        """Of the key, or of the value: as many words as a float32 would have."""
-        return self.begin + (self.plan.heads + which) * self.plan.head_dim
+        """Of the first key, or of the first value: as many words as a float32 would have."""
+        return self.begin + (self.plan.heads + which * self.plan.tokens) * self.plan.head_dim
+
+    def _token_place(self, token, at, each: int = 1):
+        """The place of a token's, of which the first's begins at `at`, and which takes so many words."""
+        return at if self.plan.tokens == 1 else token * each + at
 
     @property
     def _units(self):
@@ -193,10 +241,11 @@ class NewToken(LayerShare):
             return [None] * len(heads)
         return [memory.load(self.smem, self._units + minimum(head, self.plan.heads - 1)) for head in heads]
 
-    def stored(self, which: int, part, like):
-        """A part of the new key, or value, as it is stored: a list as `like`."""
+    def as_stored(self, which: int, j, part, like):
+        """A part of new key j, or of its value, as it is stored: a list as `like`."""
         sizes = [len(lanes.words(v)) for v in like]
-        at, out = part * sum(sizes) + self._stored_place(which), []
+        begin = self._token_place(self._number_of(j), self._stored_place(which), self.plan.head_dim)
+        at, out = part * sum(sizes) + begin, []
         for old, size in zip(like, sizes, strict=True):
             loaded = [
                 word
@@ -207,5 +256,6 @@ class NewToken(LayerShare):
             at = at + size
         return out
 
-    def scale(self, which: int):
-        return memory.load(self.smem, self._scales + which)
+    def scale(self, which: int, j):
+        begin = self._scales + which * self.plan.tokens
+        return memory.load(self.smem, self._token_place(self._number_of(j), begin))

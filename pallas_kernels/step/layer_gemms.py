@@ -40,6 +40,7 @@ def run(
     eps: float,
     interleaved: bool,
     activation: Activation = SILU,
+    tokens: int = 1,
 ) -> tuple[Parts, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """One token of every row through a layer.
 
@@ -48,6 +49,7 @@ def run(
     x          of float32 [rows, hidden]
     weights    of qkv, o, gate, up and down
     workspace  of attention (pallas_kernels.attention.empty_workspace)
+    tokens     so many neighbouring rows are one sequence's (attention/decode_plan.py)
     Returns x, the pages, which are updated in place, and the workspace.
     """
     rows = len(inputs.positions)
@@ -79,7 +81,7 @@ def run(
     attended, k_pages, v_pages, workspace = decode_attention(
         tuple(joined), inputs.k_pages, inputs.v_pages, inputs.block_table, inputs.positions, layer,
         *inputs.rotation, inputs.head_norms, workspace, eps=eps, interleaved=interleaved,
-        integers=as_integers,
+        integers=as_integers, tokens=tokens,
     )  # fmt: skip
     activations = attended if as_integers else rounded(attended, o)
     *activations, x_between = rounded(Parts(product(activations, o), x_before), gate, inputs.ffn_norm)

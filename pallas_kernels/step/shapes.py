@@ -46,7 +46,8 @@ class Vector(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Static sizes of a step; `blocks` is the number of multiprocessors, `changes` are an adapter's."""
+    """Static sizes of a step; `blocks` is the number of multiprocessors, `changes` are an adapter's; `tokens`
+    neighbouring rows are one sequence's (attention/decode_plan.py)."""
 
     rows: int
     hidden: int
@@ -59,6 +60,7 @@ class Shapes:
     eps: float = 0.0
     activation: Activation = SILU
     changes: Changes = NO_CHANGES
+    tokens: int = 1
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -109,7 +111,7 @@ class Shapes:
         return Attention(
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
-            normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True,
+            normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True, tokens=self.tokens,
         )  # fmt: skip
 
     def beside(self, phase: Phase) -> Beside:

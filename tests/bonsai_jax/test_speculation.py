@@ -13,6 +13,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import jitted, proposers, sampling, speculation
 from bonsai_jax.decoding.proposers import ngram
 from bonsai_jax.decoding.state import Speculation
+from bonsai_jax.network import decoder
 from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.tokens import assert_same
 
@@ -86,8 +87,10 @@ def with_known_answers(most=NEW, source=LLAMA):
     ids = np.full(state.speculation.ids.shape, NONE)
     for row, (prompt, answer) in enumerate(zip(IDS, answers, strict=True)):
         ids[row, len(prompt) : len(prompt) + NEW] = answer
-    ids = jnp.array(ids, jnp.int32)
-    return state.replace(speculation=state.speculation.replace(ids=ids, proposer="known", width=4))
+    ids, trust = jnp.array(ids, jnp.int32), jnp.ones(len(IDS))
+    return state.replace(
+        speculation=state.speculation.replace(ids=ids, trust=trust, proposer="known", width=4)
+    )
 
 
 def read_on(params, state, config, count):
@@ -243,13 +246,89 @@ def test_frequencies_are_those_of_the_distribution():
         assert (abs(found - probabilities)[likely] < 5 * error[likely]).all()
 
 
+def trusting(*trust, width):
+    ids, steps = jnp.zeros((len(trust), 1), jnp.int32), jnp.zeros(len(trust), jnp.int32)
+    return Speculation(ids, steps, jnp.array(trust), width=width)
+
+
+@pytest.mark.parametrize(
+    ("trust", "proposals", "running", "tokens"),
+    [
+        ([0.3], 7, [True], 1),
+        ([0.45], 7, [True], 4),
+        ([0.7], 7, [True], 4),
+        ([0.8], 7, [True], 8),
+        ([1.0], 3, [True], 4),  # the other four would be no proposals
+        ([1.0], 0, [True], 1),
+        ([1.0, 0.0], 3, [True, True], 4),  # 4 and 1 tokens in the time of 1.4 steps
+        ([0.5, 0.0], 3, [True, True], 1),
+        ([0.5, 0.0], 3, [True, False], 4),
+        ([0.7, 0.3, 0.7], 1, [True] * 3, 2),
+        ([0.1, 0.1, 0.5], 1, [True] * 3, 1),
+    ],
+)
+def test_a_step_reads_what_draws_most_in_its_time(trust, proposals, running, tokens):
+    width = speculation.width(len(trust))
+    given = jnp.where(jnp.arange(width - 1) < proposals, 5, NONE) * jnp.ones((len(trust), 1), jnp.int32)
+    chosen = speculation.tokens_to_read(trusting(*trust, width=width), given, jnp.array(running))
+    assert speculation.widths(width)[chosen] == tokens
+
+
+def test_a_step_after_many_keys_reads_less():
+    """Each of its tokens reads all of them."""
+    params, state = tiny().params, new("ngram")
+    keys = state.cache.states["attention"][0].k
+    per_token = 2 * keys.shape[0] * keys.shape[3] * keys.shape[4] * keys.dtype.itemsize
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    weights -= 0 if params.head is None else params.embed.nbytes
+    each = speculation.key_time(params, state.cache, tiny().config)
+    np.testing.assert_allclose(each, per_token / weights / 2)
+    read = lambda keys: speculation.tokens_to_read(  # noqa: E731
+        trusting(0.9, width=8), jnp.zeros((1, 7), jnp.int32), jnp.array([True]), jnp.array([keys])
+    )
+    assert [int(read(keys)) for keys in (0.0, 0.5, 1.0, 100.0)] == [2, 1, 1, 0]
+
+
+def test_trust_is_the_share_of_late_proposals_that_were_right():
+    """Read or not; those behind a row's tokens are not checked, and without proposals nothing is learnt."""
+    proposals = jnp.array([[4, 5, 6], [4, 5, 6], [4, 5, 6], [4, 5, NONE], [NONE] * 3, [4, 5, 6]])
+    drawn = jnp.array(
+        [[4, 5, 6, 7], [4, 9, NONE, NONE], [9, *[NONE] * 3], [4, 5, 9, NONE], [9, *[NONE] * 3], [NONE] * 4]
+    )
+    got = speculation.learned(trusting(*[0.5] * 6, width=4), proposals, drawn).trust
+    checks = [[1, 1, 1], [1, 0], [0], [1, 1], [], []]
+    want = [functools.reduce(lambda trust, right: trust * 7 / 8 + right / 8, each, 0.5) for each in checks]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("source", [LLAMA, "synth:tiny-qwen3moe:q8_0"])
+def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(source, monkeypatch):
+    """Here by the reference: hidden vectors, keys and lengths are those of a step that is not taken apart."""
+    model, tokens = tiny(source), jnp.array(RNG.integers(0, 256, (3, 4)))
+    cache = bj.new_cache(model, 3, 32)
+    read = jnp.array(RNG.integers(0, 256, (3, 15)))
+    _, cache = bj.extend(model.params, cache, read, jnp.array([15, 3, 8]), model.config)
+    positions = jnp.where(jnp.arange(4) < jnp.array([4, 2, 0])[:, None], cache.lengths[:, None], -1)
+    positions = jnp.where(positions < 0, -1, positions + jnp.arange(4))
+
+    def step():
+        return jax.jit(lambda: decoder.decoder(model.params, tokens, positions, cache, model.config, 32))()
+
+    want, before, _ = step()
+    monkeypatch.setattr(decoder, "_as_rows", lambda params, tokens, *_: tokens.shape[1] > 1)
+    got, after, _ = step()
+    valid = (positions >= 0)[..., None]
+    np.testing.assert_allclose(jnp.where(valid, got, 0), jnp.where(valid, want, 0), atol=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), after, before)
+
+
 def of_text(rows, count, capacity=16):
     ids = np.full((len(rows), capacity), 99, np.int32)  # what lies behind the text is of no text
     for row, text in zip(ids, rows, strict=True):
         row[: len(text)] = text
     ends = jnp.array([len(text) - 1 for text in rows])
     state = SimpleNamespace(
-        speculation=Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
+        speculation=Speculation(jnp.array(ids), ends, ends), cache=SimpleNamespace(lengths=ends)
     )
     return jax.jit(lambda: ngram.propose(None, state, None, count)[0])().tolist()
 

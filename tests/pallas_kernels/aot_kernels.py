@@ -66,13 +66,13 @@ def pages_of(layout, *shape):
 
 def attention(
     heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN,
-    sinks=False,
+    sinks=False, tokens=1,
 ):  # fmt: skip
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
-    rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": scores}
+    rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": scores, "tokens": tokens}
     return lambda *arrays: decode_attention(*arrays[:-1], **rest, sinks=arrays[-1]), (
         jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
@@ -228,7 +228,7 @@ def rotation_of(k, heads=None):
 
 def one_launch(
     layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16", rank=0,
-    dtype=jnp.float32,
+    dtype=jnp.float32, tokens=1,
 ):  # fmt: skip
     """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
@@ -255,7 +255,7 @@ def one_launch(
         changes = beside.sizes
     shapes = Shapes(
         rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6,
-        changes=changes,
+        changes=changes, tokens=tokens,
     )  # fmt: skip
     return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
         vector(rows, hidden), tuple(matrix(*size) for size in sizes),

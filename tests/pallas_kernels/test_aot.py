@@ -114,6 +114,7 @@ HOT = {
     "gate and up, 8 rows": lambda: product(12288, 4096, 2, 8),
     "down, 8 rows": lambda: product(4096, 12288, 1, 8),
     "attention": lambda: attention(32, 8, 128, True),
+    "attention, 8 rows of one": lambda: attention(32, 8, 128, True, rows=8, tokens=8),
     "attention, 64 wide": lambda: attention(14, 2, 64, False),
     "latent attention": lambda: latent(20, 40),
     "latent attention, 128 heads": lambda: latent(128, 64, rows=2, layout="bfloat16", nope=128),
@@ -236,6 +237,10 @@ HOT_ON_HOPPER = {
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
     "one launch, 8B, 4 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=4),
     "one launch, 8B, 8 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8),
+    "one launch, 8B, 8 rows of one": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8, tokens=8),
+    "one launch, 8B, 4 rows of one, int8": lambda: one_launch(
+        36, 4096, 12288, 32, 8, 128, rows=4, layout="int8", tokens=4
+    ),
     "one launch, 4B, 9 rows": lambda: one_launch(36, 2560, 9728, 32, 8, 128, rows=9),
     "one launch, 8B, 16 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=16),
     "one launch, 8B, 24 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=24),

@@ -11,6 +11,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.adapters import making
+from bonsai_jax.decoding import speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.decoding.state import Hidden
 from bonsai_jax.engine import calls, split_rows
@@ -170,6 +171,30 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
     text = compiled.as_text()
     assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers + mixed
     assert len(re.findall(r"%\S*add_fusion\S* = ", text.split("ENTRY")[1])) == 1 < config.num_layers
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+@pytest.mark.parametrize("source", ["bonsai-8b:q1_0", "tiny-qwen3:q4_k_m", "tiny-qwen3moe:q4_k_m"])
+def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, tokens):
+    """As a plain step of as many rows is; layers of the 8B in Q1_0 are one launch. The cache stays in its
+    place."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(f"synth:{source}")
+        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))
+        proposals = jax.ShapeDtypeStruct((1, tokens - 1), jnp.int32)
+        compiled = compile_for_gpu(
+            lambda *arrays: speculation.step(*arrays, config=config),
+            params, state.replace(speculation=started), proposals, jax.ShapeDtypeStruct((1,), bool),
+            donate_argnums=1,
+        )  # fmt: skip
+        _, plain, _ = shapes(f"synth:{source}", rows=tokens)
+        rows = compile_for_gpu(lambda *arrays: core.step(*arrays, config), params, plain, donate_argnums=1)
+    text, launches = compiled.as_text(), 'custom_call_target="mosaic_gpu'
+    assert "prefill" not in text and text.count(" while(") == rows.as_text().count(" while(")
+    assert text.count(launches) == rows.as_text().count(launches)
+    assert "q1_0" not in source or text.count(launches) == 4  # layers, the output matrix, a draw in two
+    pages = state.cache.states["attention"][0].k
+    assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pages.size * 2
 
 
 def test_prefill_with_a_cache_of_bytes_compiles():

@@ -24,21 +24,23 @@ from tests.pallas_kernels.test_cache_layouts import ROUNDING, room
 attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated", "scale", "norms_after_rope"))
 
 
-def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
-    """Arguments of `attend`, for one token a row behind so many keys; -1: the row has ended."""
+def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed, tokens=1):
+    """Arguments of `attend`, for one token a row behind so many keys; -1: the row has ended. `tokens`
+    neighbouring rows are one sequence's."""
     rng = np.random.default_rng(D + H + page_size)
     L, B, pages = 2, len(lengths), -(-(max(lengths) + 1) // page_size) + 1
+    sequences = B // tokens
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     qkv = draw(B, 1, (H + 2 * Hkv) * D)
-    table = rng.permutation(B * pages).reshape(B, pages)
+    table = rng.permutation(sequences * pages).reshape(sequences, pages)
     k_pages, v_pages = (
-        np.array(rng.standard_normal((L, B * pages, page_size, Hkv, D)), np.float32) for _ in range(2)
+        np.array(rng.standard_normal((L, sequences * pages, page_size, Hkv, D)), np.float32) for _ in range(2)
     )
-    for row, length in enumerate(lengths):  # behind a row's keys lies what would be seen in its output
+    for row, length in enumerate(lengths[::tokens]):  # behind its keys lies what would be seen in its output
         for j in range(max(length, 0), pages * page_size):
             for cache in (k_pages, v_pages):
                 cache[:, table[row, j // page_size], j % page_size] = 1e4
-    positions = np.asarray(lengths)
+    table, positions = np.repeat(table, tokens, axis=0), np.asarray(lengths)
     pairs = 32 if D == 256 else D // 2  # the widest heads are those of which only a part is turned
     angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(pairs) / pairs))
     rest = {
@@ -115,10 +117,15 @@ CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumer
 def test_attention_in_lockstep_is_the_reference(
     layout, H, Hkv, D, lengths, page_size, interleaved, normed, most
 ):
-    args, rest = problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed)
+    sizes = H, Hkv, D, lengths, page_size, layout, interleaved, normed
+    check(most, layout, lengths, page_size, *problem(*sizes))
+
+
+def check(most, layout, lengths, page_size, args, rest, tokens=1):
+    """The kernel on so many multiprocessors in lockstep, against the reference."""
     want = attend_jit(*args, **rest)
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
-        got = attend(*args, **rest, impl="decode")
+        got = attend(*args, **rest, tokens=tokens, impl="decode")
     # Products of operands of 16 bits of mantissa. What is stored of a new key may be the neighbour of the
     # reference's, where it is near the middle of two.
     rounding, table = ROUNDING[layout], np.asarray(args[3])
@@ -133,6 +140,37 @@ def test_attention_in_lockstep_is_the_reference(
                 ).all()
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
+
+
+TOGETHER = [
+    # H, Hkv, D, tokens of each sequence, its first positions, tokens that are read, page size, ..., blocks
+    (4, 2, 64, 2, [0], [2], 16, False, True, 8),
+    (4, 1, 128, 4, [0, 14], [4, 3], 16, True, True, 5),  # from 14 on: the pages' and the visits' border
+    (4, 2, 64, 8, [0], [8], 16, True, False, 9),  # more keys and values than a round of warps makes
+    (4, 2, 64, 8, [124], [8], 64, False, True, 33),  # from one split to several; the split's border
+    (4, 2, 64, 4, [509, 30], [4, 2], 16, False, True, 30),
+    (4, 1, 64, 8, [250], [5], 24, False, False, 20),  # pages without whole 16
+    (8, 1, 64, 2, [300, 15, 0, 1], [2, 1, 0, 2], 64, False, True, 24),
+    (6, 1, 256, 4, [127], [4], 64, False, True, 6),  # from memory
+    (6, 1, 256, 2, [130, 22], [2, 2], 24, False, False, 4),
+    # Teams of a warp, and of four.
+    (4, 1, 128, 4, [129, 14], [4, 3], 16, False, True, 1),
+    (2, 1, 64, 8, [13], [8], 24, True, False, 1),
+    (4, 1, 64, 2, [127, 300, 0], [2, 2, 0], 64, False, True, 3),
+]
+
+
+@pytest.mark.parametrize("case", [(n, *s) for s in TOGETHER for n in cache_layouts.names()], ids=str)
+def test_rows_of_one_sequence_see_the_keys_of_those_before(case):
+    """Which other blocks store in the same launch."""
+    layout, H, Hkv, D, tokens, firsts, counts, page_size, interleaved, normed, most = case
+    lengths = [
+        first + t if t < count else -1
+        for first, count in zip(firsts, counts, strict=True)
+        for t in range(tokens)
+    ]
+    sizes = H, Hkv, D, lengths, page_size, layout, interleaved, normed
+    check(most, layout, lengths, page_size, *problem(*sizes, tokens), tokens)
 
 
 @pytest.mark.parametrize("D", [64, 256])

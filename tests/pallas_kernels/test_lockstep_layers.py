@@ -123,10 +123,11 @@ def changes_of(sizes, parts, ranks, layers, dtype, adapters=None):
     return StepChanges(tuple(made.values()), chosen), changed
 
 
-def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None):
+def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None, tokens=1):
     """(x, keys, values) by the kernel and by definition, and the page table.
 
     first     in place of x[0, 0]
+    tokens    so many neighbouring rows are one sequence's
     ranks     by matrices that have a low-rank change, of which each is the last of so many `adapters`
     """
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
@@ -149,8 +150,9 @@ def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None):
     head_norms = tuple(1 + 0.1 * draw(L, D) for _ in range(2)) if normed else (None, None)
     bias = 0.3 * draw(L, width) if biased else None
     pages = (max(lengths) // PAGE_SIZE) + 2
-    table = rng.permutation(B * pages).reshape(B, pages).astype(np.int32)
-    k_pages, v_pages = (pages_of(layout, draw(L, B * pages, PAGE_SIZE, Hkv, D)) for _ in range(2))
+    every = B // tokens * pages
+    table = np.repeat(rng.permutation(every).reshape(-1, pages).astype(np.int32), tokens, axis=0)
+    k_pages, v_pages = (pages_of(layout, draw(L, every, PAGE_SIZE, Hkv, D)) for _ in range(2))
     positions = np.asarray(lengths, np.int32)
     angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
     rotation, x = (np.cos(angle), np.sin(angle)), draw(B, hidden)
@@ -166,7 +168,7 @@ def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None):
     )  # fmt: skip
     shapes = decode_layers.Shapes(
         B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps, activation=activation,
-        changes=changes.sizes if ranks else NO_CHANGES,
+        changes=changes.sizes if ranks else NO_CHANGES, tokens=tokens,
     )  # fmt: skip
     assert shapes.refuses() is None
     with lockstep():
@@ -184,6 +186,39 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
     slots = mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
     with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
         compare(case, *both(case))
+
+
+TOGETHER = [
+    # tokens of each sequence, then as above
+    (2, (3, 256, 512, 4, 2, 8, [0, 1], 8, False, True, False)),
+    (4, (3, 384, 512, 6, 2, 8, [13, 14, 15, 16], 8, True, True, False)),  # from one page to the next
+    (4, (2, 384, 640, 4, 2, 9, [600, 601, 602, -1], 8, False, True, True)),
+    # From one split to several; the last blocks have no tile.
+    (8, (2, 640, 896, 4, 2, 40, [124, 125, 126, 127, 128, 129, 130, 131], 8, True, True, False)),
+    (8, (3, 384, 640, 4, 2, 20, [0, 1, 2, 3, 4, -1, -1, -1], 8, False, True, False)),
+    (4, (3, 640, 896, 4, 2, 16, [300, 301, 302, 303, 15, 16, 17, -1], 8, True, True, False)),
+    (2, (2, 640, 896, 4, 2, 16, [300, 301, 15, 16, -1, -1, 47, -1], 8, True, True, True)),
+    # 16 rows, and 24 in sections of 8, of which attention's teams share blocks.
+    (8, (2, 384, 2560, 4, 2, 20, [*range(250, 258), *range(8)], 8, True, False, False)),
+    (2, (2, 384, 2560, 14, 2, 24, [i + t for i in range(3, 180, 15) for t in (0, 1)], 8, True, True, False)),
+]
+
+
+@pytest.mark.parametrize("layout", ["float16", "int8"])
+@pytest.mark.parametrize(("tokens", "case"), TOGETHER, ids=str)
+def test_tokens_of_one_sequence_see_each_other(tokens, case, layout):
+    """Their keys are stored in the launch that reads them."""
+    case, slots = (*case, layout), mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
+    with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
+        compare(case, *both(case, tokens=tokens))
+
+
+def test_keys_that_another_block_stores_are_left_to_chance():
+    tokens, case = TOGETHER[1]
+    shapes = decode_layers.Shapes
+    alone = lambda *sizes, tokens, **rest: shapes(*sizes, **rest)  # noqa: E731
+    with mock.patch.object(decode_layers, "Shapes", alone), pytest.raises(AssertionError):
+        compare((*case, "float16"), *both((*case, "float16"), tokens=tokens))
 
 
 def compare(case, got, want, table):

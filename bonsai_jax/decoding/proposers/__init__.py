@@ -5,6 +5,7 @@ A proposer module defines
     propose(params, state, config, count)  -> int32 [B, count], state: the tokens that it expects after each
                            row's newest token, then NO_TOKEN. Pure and traced. It may read all of the State,
                            and change State.speculation.draft
+    TRUST                  the share of its proposals that is taken to be right before any was checked
     DRAFTS                 whether it needs the draft layer (RunConfig.draft). If so, also
     follow(params, state, hidden, tokens, positions, config)  -> State.speculation.draft after the tokens at
                            these positions (-1: none), which the model has read; hidden: what it made of them

@@ -11,6 +11,7 @@ from bonsai_jax.network import draft
 from bonsai_jax.network.draft import DraftState
 
 DRAFTS = True
+TRUST = 1.0  # trained to be right; and drafted at a cost, whether they are read or not
 MOST = 3  # tokens: the layer was trained to predict one, and is less sure of each that follows
 
 

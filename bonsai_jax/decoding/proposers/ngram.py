@@ -12,6 +12,7 @@ from jaxtyping import Array, Int
 from bonsai_jax.decoding.sampling import NO_TOKEN
 
 DRAFTS = False
+TRUST = 0.4  # the first proposals are just read; if they are wrong, the next are only checked
 LONGEST = 3  # tokens of the n-gram that is looked for: the newest and those before it
 SHORTEST = 1
 

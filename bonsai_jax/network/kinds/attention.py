@@ -515,7 +515,7 @@ def mix(qkv: jax.Array, x: jax.Array, place: Place, state: State, workspace):
         num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl, window=settings.window,
         scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
         norms_after_rope=settings.norms_after_rope, temperature=temperatures(place),
-        workspace=workspace, taps=place.taps, sinks=w.sinks, v_norm=settings.v_norm,
+        workspace=workspace, taps=place.taps, sinks=w.sinks, v_norm=settings.v_norm, tokens=place.tokens,
     )  # fmt: skip
     return out, state.replace(k=k_pages, v=v_pages), workspace
 

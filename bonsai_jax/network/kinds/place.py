@@ -48,6 +48,8 @@ class Place:
     source     the state, and the index in it, of the layer whose keys and values a mixer reads in place of
                its own; None: it has its own
     layer_vectors  of each token for each layer (network/layer_vectors.py); None: there are none
+    tokens     so many neighbouring rows of one token each are one sequence's (decoder.py): of the same pages,
+               at positions one after another, -1 behind them
     """
 
     settings: Any
@@ -68,6 +70,7 @@ class Place:
     start: jax.Array | None = None
     source: Any = None
     layer_vectors: Float[Array, "B T layers P"] | None = None
+    tokens: int = 1
 
     def tapped(self, name: str, x: jax.Array) -> jax.Array:
         """x, through the tap of this name if there is one."""

@@ -1,0 +1,149 @@
+"""Speculation by n-grams on texts of known repetition, beside plain decoding: the speed of its steps,
+whatever the model writes.
+
+    python benchmarks/scripted_speculation.py [-m synth:bonsai-8b:q1_0] [--rows 1] [-n 256] > rows.jsonl
+
+A model with random weights writes no text that repeats its prompt, and one that does repeats it as often as
+its rounding lets it. So a script says what is drawn: a logits_processor lifts the script's next token above
+all others, in plain decoding too. All else is real: the model reads its tokens, n-grams are looked for in
+prompt and answer, and proposals are accepted where they are what is drawn. Of a prompt of tokens that differ:
+
+    free     other tokens: nothing can be proposed
+    wrong    the prompt's tokens at random: something is proposed for each, and is wrong
+    quarter  each token with probability 1 / 4 the one that follows in the prompt: where guessing costs most
+    edits    the prompt again, with another token in place of every twelfth
+    repeats  the prompt again
+
+`tok_s` and `plain_tok_s` are medians of interleaved runs. `unscripted_tok_s` is plain decoding without the
+processor, which is part of both others.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import bonsai_jax as bj
+from bonsai_jax.decoding import jitted, steps
+from bonsai_jax.engine.calls import LOOP_IN_GRAPH
+from bonsai_jax.measure import bench
+
+FORCED = 1e6  # a logit above all others
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(bench.Origin):
+    """One text. `speculating` is tok_s / plain_tok_s."""
+
+    model: str
+    rows: int
+    text: str
+    tokens_per_step: float
+    tok_s: float
+    plain_tok_s: float
+    speculating: float
+    unscripted_tok_s: float
+
+
+def texts(vocabulary: int, size: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A prompt [size], and scripts of answers to it, [size] each."""
+    rng = np.random.default_rng(0)
+    prompt, others = np.split(rng.permutation(vocabulary)[: 2 * size].astype(np.int32), 2)
+    at, quarter = 0, np.empty(size, np.int64)
+    for i in range(size):
+        at = (at + 1) % size if rng.random() < 0.25 else rng.integers(size)
+        quarter[i] = at
+    return prompt, {
+        "free": others,
+        "wrong": prompt[rng.permutation(size)],
+        "quarter": prompt[quarter],
+        "edits": np.where(np.arange(size) % 12 == 11, others, prompt),
+        "repeats": prompt,
+    }
+
+
+class Decoding:
+    """Answers of `new` tokens to a prompt, with a proposer or without."""
+
+    def __init__(self, model: bj.Model, prompt: np.ndarray, rows: int, new: int, proposer: str | None):
+        self.model, self.prompt, self.new = model, np.tile(prompt, (rows, 1)), new
+        greedy = bj.SamplingParams(temperature=0.0)
+        context = prompt.size + new + 1
+        self.state = functools.partial(
+            bj.new_state, model, rows, context, greedy, new, ignore_eos=True, speculate=proposer
+        )
+        # As an engine has it: no wait for the host between two steps.
+        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=LOOP_IN_GRAPH)
+
+    def _decode(self, params, state, script, limit):
+        def scripted(logits, state):
+            token = script[jnp.minimum(state.cache.lengths - self.prompt.shape[1], script.size - 1)]
+            return jnp.where(jnp.arange(logits.shape[1]) == token[:, None], FORCED, logits)
+
+        processor = None if script is None else scripted
+        size, config = self.new, self.model.config
+        return steps.decode(params, state, config, limit=limit, size=size, logits_processor=processor)
+
+    def run(self, script: np.ndarray | None, limit: int | None = None) -> tuple[float, float]:
+        """Tokens per second after the answer's first, and per step of a row."""
+        rows, size = self.prompt.shape
+        lengths = np.full(rows, size, np.int32)
+        state, *_ = jitted.prefill(self.model.params, self.state(), self.prompt, lengths, self.model.config)
+        if script is not None:
+            state = state.replace(tokens=jnp.full(rows, script[0]))
+            if (s := state.speculation) is not None:
+                state = state.replace(speculation=s.replace(ids=s.ids.at[:, size].set(script[0])))
+        steps_made = np.int32(limit or self.new)
+        given = None if script is None else jnp.asarray(script)
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        state, drawn, _ = self.decode(self.model.params, state, given, steps_made)
+        jax.block_until_ready(drawn)
+        seconds = time.perf_counter() - began
+        drawn = np.asarray(drawn)
+        counts = (drawn >= 0).sum(1)
+        if script is not None:
+            for row, count in zip(drawn, counts, strict=True):
+                np.testing.assert_array_equal(row[:count], script[1 : 1 + count])
+        made = counts if state.speculation is None else np.asarray(state.speculation.steps)
+        return float(counts.sum()) / seconds, float((counts / made).mean())
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p.add_argument("-m", "--model", default="synth:bonsai-8b:q1_0")
+    p.add_argument("--rows", type=int, default=1)
+    p.add_argument("-n", "--new", type=int, default=256, help="tokens of an answer after its first")
+    p.add_argument("-r", "--repetitions", type=int, default=5)
+    p.add_argument("--commit", help="for a checkout without history")
+    arguments = p.parse_args()
+    model = bj.load(arguments.model, bj.RunConfig())
+    prompt, scripts = texts(model.config.vocab_size, arguments.new + 1)
+    plain, spec = (
+        Decoding(model, prompt, arguments.rows, arguments.new, proposer) for proposer in (None, "ngram")
+    )
+    runs = {"unscripted": (plain, None), "plain": (plain, scripts["free"])}
+    runs |= {text: (spec, script) for text, script in scripts.items()}
+    for decoding, script in [*runs.values()] * bench.WARMUP_CALLS:
+        decoding.run(script, limit=bench.WARMUP_STEPS)
+    times = [
+        {name: one.run(script) for name, (one, script) in runs.items()} for _ in range(arguments.repetitions)
+    ]
+    speed = {name: statistics.median(each[name][0] for each in times) for name in runs}
+    for text in scripts:
+        row = Row(
+            **bench.origin(arguments.commit), model=model.name, rows=arguments.rows, text=text,
+            tokens_per_step=times[0][text][1], tok_s=speed[text], plain_tok_s=speed["plain"],
+            speculating=speed[text] / speed["plain"], unscripted_tok_s=speed["unscripted"],
+        )  # fmt: skip
+        print(json.dumps(dataclasses.asdict(row)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
