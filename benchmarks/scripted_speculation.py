@@ -78,8 +78,10 @@ class Decoding:
         self.state = functools.partial(
             bj.new_state, model, rows, context, greedy, new, ignore_eos=True, speculate=proposer
         )
-        # As an engine has it: no wait for the host between two steps.
-        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=LOOP_IN_GRAPH)
+        # As an engine has it: no wait for the host between two steps. XLA makes no graph of few operations,
+        # as which it counts the loop.
+        options = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
+        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=options)
 
     def _decode(self, params, state, script, limit):
         def scripted(logits, state):

@@ -71,6 +71,8 @@ TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8
 KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
+ALONE = 4  # plain steps behind one look for proposals, where no row trusts them
+TRUSTED = 0.5
 
 
 def widths(most: int) -> list[int]:
@@ -121,14 +123,14 @@ def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "
 
         trust <- KEEP trust + (1 - KEEP) right,    for each proposal in whose place a token was drawn
 
-    All of these but the last are right, or the last would not have been drawn.
+    and for no more after the first that is wrong: those behind it were not expected after this token.
     """
-    known = tokens[:, :-1]
-    checked = (known != NO_TOKEN) & (proposals != NO_TOKEN)
-    right = (checked & (proposals == known)).sum(1)
-    wrong = checked.sum(1) - right
-    trust = KEEP**wrong * (1 - KEEP**right * (1 - s.trust))
-    return s.replace(trust=trust.astype(jnp.float32))
+    trust, right = s.trust, jnp.ones(len(tokens), bool)
+    for i in range(proposals.shape[1]):  # column by column: one kernel
+        checked = right & (proposals[:, i] != NO_TOKEN) & (tokens[:, i] != NO_TOKEN)
+        right = checked & (proposals[:, i] == tokens[:, i])
+        trust = jnp.where(checked, KEEP * trust + jnp.where(right, 1 - KEEP, 0.0), trust)
+    return s.replace(trust=trust)
 
 
 def note(
@@ -177,6 +179,7 @@ def decode(
     rows, width = state.tokens.shape[0], state.speculation.width
     propose = proposers.get(state.speculation.proposer).propose
     options = {"config": config, "logprobs": logprobs, **options}
+    plain, most = functools.partial(plain, params, **options), max(width, ALONE)
     each_key = key_time(params, state.cache, config)
 
     def room(state, written):
@@ -192,28 +195,29 @@ def decode(
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
         proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
         proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
-        running = left > 0
 
-        def read(count, state):
-            if count == 1:
-                drawn = _running_alone(lambda state: plain(params, state, **options), state, running)
-            else:
-                drawn = step(params, state, proposals[:, : count - 1], running, **options)
-            return _widened(drawn, width)
+        def alone(state):
+            trusted = jnp.any((left > 0) & (state.speculation.trust > TRUSTED))
+            most_alone = jnp.where(trusted, 1, ALONE)
+            return _alone(plain, state, left, proposals, jnp.minimum(limit - i, most_alone), logprobs)
 
-        state, tokens, scores = jax.lax.switch(
-            tokens_to_read(state.speculation, proposals, running, each_key * state.cache.lengths),
-            [functools.partial(read, count) for count in widths(width)],
+        def with_proposals(count, state):
+            drawn = step(params, state, proposals[:, : count - 1], left > 0, **options)
+            return 1, (left > 0).astype(jnp.int32), _widened(drawn, most)
+
+        made, steps, (state, tokens, scores) = jax.lax.switch(
+            tokens_to_read(state.speculation, proposals, left > 0, each_key * state.cache.lengths),
+            [alone, *(functools.partial(with_proposals, count) for count in widths(width)[1:])],
             state,
         )
-        s = learned(state.speculation, proposals, tokens)
-        state = state.replace(speculation=s.replace(steps=s.steps + running))
+        s = learned(state.speculation, proposals, tokens[:, :width])
+        state = state.replace(speculation=s.replace(steps=s.steps + steps))
         drawn = tokens != NO_TOKEN
-        at = jnp.where(drawn, written[:, None] + jnp.arange(width), size)
+        at = jnp.where(drawn, written[:, None] + jnp.arange(most), size)
         row = jnp.arange(rows)[:, None]
         out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, (tokens, scores))
-        written = written + sum(drawn[:, t].astype(jnp.int32) for t in range(width))  # no kernel of its own
-        return i + 1, state, written, out
+        written = written + sum(drawn[:, t].astype(jnp.int32) for t in range(most))  # no kernel of its own
+        return i + made, state, written, out
 
     no_scores = sampling.no_logprobs((rows, size), logprobs, state.sampler.scored)
     out = jnp.full((rows, size), NO_TOKEN, jnp.int32), no_scores
@@ -327,15 +331,49 @@ def _logprobs(scores: jax.Array, tokens: jax.Array, n: int | None) -> sampling.L
     return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), flat)
 
 
-def _running_alone(plain: Callable[[State], Drawn], state: State, running: Bool[Array, "B"]) -> Drawn:
-    """A plain step in which rows wait that do not run, but may later; its results as [B, 1]."""
-    remaining, table, sampler = state.remaining, state.sampler.table, state.sampler
-    if len(running) > 1:  # one row alone does not wait
-        sampler = sampling.without_tables(sampler, ~running)
-    state, *drawn = plain(state.replace(remaining=jnp.where(running, remaining, 0), sampler=sampler))
-    remaining = jnp.where(running, state.remaining, remaining)
-    state = state.replace(remaining=remaining, sampler=state.sampler.replace(table=table))
-    return Drawn(state, *jax.tree.map(lambda x: x[:, None], drawn))
+def _alone(
+    plain: Callable[[State], Drawn],
+    state: State,
+    left: Int[Array, "B"],
+    proposals: Int[Array, "B W-1"],
+    limit: Int[Array, ""],
+    logprobs: int | None,
+) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
+    """At most `limit` plain steps, of each row as far as it has tokens `left` to draw, until a token is one
+    that was proposed for its place. Returns their number, in how many each row drew a token, and what was
+    drawn, [B, W or ALONE]."""
+    rows, most = len(left), max(proposals.shape[1] + 1, ALONE)
+    expected = jnp.pad(proposals, ((0, 0), (0, most - proposals.shape[1])), constant_values=NO_TOKEN)
+
+    def running(j, state):
+        return (j < left) & (state.remaining > 0)
+
+    def unfinished(carry):
+        j, _, state, _, right = carry
+        return (j < limit) & jnp.any(running(j, state)) & ~right
+
+    def body(carry):
+        j, steps, state, out, _ = carry
+        runs, remaining, table, sampler = (
+            running(j, state),
+            state.remaining,
+            state.sampler.table,
+            state.sampler,
+        )
+        if rows > 1:  # one row alone does not wait
+            sampler = sampling.without_tables(sampler, ~runs)
+        state, *drawn = plain(state.replace(remaining=jnp.where(runs, remaining, 0), sampler=sampler))
+        remaining = jnp.where(runs, state.remaining, remaining)
+        state = state.replace(remaining=remaining, sampler=state.sampler.replace(table=table))
+        out = jax.tree.map(lambda x, new: x.at[:, j].set(new), out, tuple(drawn))
+        right = jnp.any((drawn[0] == expected[:, j]) & (drawn[0] != NO_TOKEN))
+        return j + 1, steps + runs, state, out, right
+
+    no_scores = sampling.no_logprobs((rows, most), logprobs, state.sampler.scored)
+    out = jnp.full((rows, most), NO_TOKEN, jnp.int32), no_scores
+    carry = jnp.int32(0), jnp.zeros(rows, jnp.int32), state, out, jnp.bool_(False)
+    j, steps, state, (tokens, scores), _ = jax.lax.while_loop(unfinished, body, carry)
+    return j, steps, Drawn(state, tokens, scores)
 
 
 def _widened(drawn: Drawn, width: int) -> Drawn:
