@@ -91,6 +91,25 @@ def test_an_answer_that_must_be_json_is(client):
     )
 
 
+def test_the_cache_never_has_more_of_a_prompt_than_the_prompt(server, client):
+    """Forced tokens are read with it: the name of a property, longer than what is new in the prompt."""
+    name = "a property whose name is long, and of which no token is left to the model"
+    schema = {"type": "object", "properties": {name: {"enum": [1, 2]}}, "required": [name]}
+    schema["additionalProperties"] = False
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    used = []
+    for _ in range(2):
+        body = {"messages": ASKED, "max_tokens": 200, "output_config": form}
+        used.append(server.post("/v1/messages", **body).json()["usage"])
+    assert all(usage["input_tokens"] >= 1 for usage in used) and used[1]["cache_read_input_tokens"] > 0
+    whole = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in used]
+    how = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    got = client.chat.completions.create(model="any", messages=ASKED, max_tokens=200, response_format=how)
+    assert whole == [got.usage.prompt_tokens] * 2
+    assert 0 < got.usage.prompt_tokens_details.cached_tokens < got.usage.prompt_tokens
+    assert got.model_extra["timings"]["prompt_n"] >= 1
+
+
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"
 SUMS = 'start: NUMBER (" + " NUMBER)~1..3\nNUMBER: /[1-9][0-9]/'
 GBNF = 'root ::= number " + " number\nnumber ::= [1-9] [0-9]'
