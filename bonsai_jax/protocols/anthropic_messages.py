@@ -39,24 +39,27 @@ def _thinking(name: str, value: Any) -> bool:
     return fields.one_of("enabled", "adaptive", "disabled")(f"{name}.type", kind) != "disabled"
 
 
+def _format(name: str, value: Any) -> Constraint:
+    kind = fields.json_object(name, value).get("type")
+    fields.one_of("json_schema")(f"{name}.type", kind)
+    return constrained.json_schema(f"{name}.schema", value.get("schema"))
+
+
 def _output(name: str, value: Any) -> Constraint | None:
     """The constraint that an output_config asks for; None: any text. Its effort has no effect."""
     form = fields.json_object(name, value).get("format")
-    if form is None:
-        return None
-    kind = fields.json_object(f"{name}.format", form).get("type")
-    fields.one_of("json_schema")(f"{name}.format.type", kind)
-    return constrained.json_schema(f"{name}.format.schema", form.get("schema"))
+    return None if form is None else _format(f"{name}.format", form)
 
 
 FIELDS = {
     **PROMPT,
     **{"max_tokens": fields.between(1, fields.MOST_NEW), "stop_sequences": fields.stop},
-    **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
+    **fields.SAMPLING,
     **fields.SAMPLERS,
     **{"stream": fields.truth, "thinking": _thinking, "metadata": fields.json_object},
-    "output_config": _output,
+    **{"output_config": _output, "output_format": _format},  # the latter is the older form
 }
+FORMATS = {"output_config": "output_config.format", "output_format": "output_format"}
 
 
 def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
@@ -90,8 +93,7 @@ def _request(given: dict[str, Any]) -> Request:
         max_new_tokens=given.get("max_tokens"),
         stop=given.get("stop_sequences", []),
         stream=given.get("stream", False),
-        constraint=given.get("output_config"),
-        constraint_field="output_config.format",
+        **constrained.chosen(given, FORMATS),
     )
 
 

@@ -35,7 +35,7 @@ def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, p
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
-    own = {name: given[name] for name in (*SAMPLING, *SAMPLERS) if name in given}
+    own = {name: given[name] for name in (*OTHER_NAMES, *SAMPLING, *SAMPLERS) if name in given}
     fields = {OTHER_NAMES.get(name, name): value for name, value in own.items()}
     try:
         SamplingParams(**fields)
@@ -71,6 +71,17 @@ def whole(name: str, value: Any) -> int:
 def top_k(name: str, value: Any) -> int:
     """-1 is 0 in other servers: all tokens."""
     return max(0, value) if whole(name, value) == -1 else value
+
+
+def seed(name: str, value: Any) -> int | None:
+    """-1 is None, as for llama.cpp: a new one for each request, whatever the server's is."""
+    return None if whole(name, value) == -1 else value
+
+
+def new_tokens(least: int) -> Callable[[str, Any], int | None]:
+    """The check of a number of new tokens. -1 is None, as for llama.cpp: the request sets no limit."""
+    in_range = between(least, MOST_NEW)
+    return lambda name, value: None if value == -1 and whole(name, value) else in_range(name, value)
 
 
 def between(low: int, high: int) -> Callable[[str, Any], int]:
@@ -174,8 +185,8 @@ def shown(value: Any) -> str:
 
 SAMPLING: dict[str, Check] = {
     **dict.fromkeys(("top_p", "min_p", "frequency_penalty", "presence_penalty"), number),
-    **{"temperature": within(0, MOST_TEMPERATURE), "repetition_penalty": within(*REPETITIONS)},
-    **{"top_k": top_k, "seed": whole, "logit_bias": bias},
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty"), within(*REPETITIONS)),
+    **{"temperature": within(0, MOST_TEMPERATURE), "top_k": top_k, "seed": seed, "logit_bias": bias},
 }
 # The samplers of decoding/chain.py, as llama.cpp's server names them.
 SAMPLERS: dict[str, Check] = {
@@ -185,4 +196,5 @@ SAMPLERS: dict[str, Check] = {
     **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n", "mirostat", "min_tokens"), whole),
     "dry_sequence_breakers": breakers,
 }
-OTHER_NAMES = {"typ_p": "typical_p"}
+# By which other programs know fields of SamplingParams. If a body has both, ours counts.
+OTHER_NAMES = {"typ_p": "typical_p", "repeat_penalty": "repetition_penalty"}

@@ -14,12 +14,12 @@ from bonsai_jax.protocols.answers import Head, ServerEvent, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import (
     MOST_ANSWERS,
-    MOST_NEW,
     SAMPLERS,
     SAMPLING,
     Check,
     between,
     json_object,
+    new_tokens,
     only,
     stop,
     text,
@@ -47,7 +47,7 @@ def _stream_options(name: str, value: Any) -> bool:
 COMMON: dict[str, Check] = {
     **SAMPLING,
     **SAMPLERS,
-    **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
+    **{"model": text, "max_tokens": new_tokens(1), "stop": stop, "n": between(1, MOST_ANSWERS)},
     **constrained.FIELDS,
     **{"stream": truth, "stream_options": _stream_options, "ignore_eos": truth},
     **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers

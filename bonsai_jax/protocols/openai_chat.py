@@ -21,7 +21,7 @@ RESERVED = {"self", "messages", "add_generation_prompt", "bos_token", "eos_token
 TEXTS = {"thought": "reasoning_content", "answer": "content"}  # where events' texts are, by kind
 FIELDS = {
     **openai.COMMON,
-    **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
+    "max_completion_tokens": fields.new_tokens(1),
     **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
 }
 
@@ -75,7 +75,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         template=_variables(given),
         **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
-        max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        max_new_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
         stop=given.get("stop", []),
         n=given.get("n", 1),
         ignore_eos=given.get("ignore_eos", False),

@@ -27,7 +27,7 @@ FIELDS = {
 WHOLE_ONLY = {**openai.WHOLE_ONLY, "echo": fields.only(False)}
 SERVED = {
     **{"echo": fields.truth, "suffix": fields.only("")},
-    **{"max_tokens": fields.between(0, fields.MOST_NEW)},
+    **{"max_tokens": fields.new_tokens(0)},
 }
 
 

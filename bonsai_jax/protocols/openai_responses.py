@@ -49,10 +49,10 @@ def _text(name: str, value: Any) -> Constraint | None:
 
 
 FIELDS = {
-    **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+    **fields.SAMPLING,
     **fields.SAMPLERS,
     **{"model": fields.text, "input": responses_input.messages, "instructions": fields.text},
-    **{"max_output_tokens": fields.between(1, fields.MOST_NEW), "stream": fields.truth},
+    **{"max_output_tokens": fields.new_tokens(1), "stream": fields.truth},
     **{"tools": responses_input.offered, "tool_choice": _choice, "parallel_tool_calls": fields.truth},
     **{"reasoning": _effort, "text": _text, "metadata": fields.json_object, "store": fields.truth},
     **{"previous_response_id": _stored, "conversation": _stored, "background": fields.only(False)},
@@ -74,8 +74,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_output_tokens"),
-        constraint=given.get("text"),
-        constraint_field="text.format",
+        **constrained.chosen(given, {"text": "text.format"}),
         stream=given.get("stream", False),
     )
 

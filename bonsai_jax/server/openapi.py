@@ -12,9 +12,12 @@ from bonsai_jax.server import openapi_agents
 from bonsai_jax.server.schemas import (
     CALL,
     IDS,
+    LIMIT,
+    NEW,
     NUMBER,
     OBJECT,
     SAMPLERS,
+    SAMPLING,
     TEXT,
     TOOL,
     TRUTH,
@@ -35,46 +38,37 @@ MESSAGE = closed(
     },
 )
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
-BIASES = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
-    "maxProperties": fields.MOST_BIASES,
-}
+SCHEMA = either(OBJECT, TEXT)  # a text: its JSON
 STRUCTURED = {
-    **{"json": OBJECT, "json_object": {"const": True}, "regex": TEXT, "grammar": TEXT},
+    **{"json": SCHEMA, "json_object": {"const": True}, "regex": TEXT, "grammar": TEXT},
     "choice": listed({"type": "string", "minLength": 1}, 1),
 }
-NEW = between(1, fields.MOST_NEW)
 COMMON = {
     "model": TEXT,
-    "max_tokens": NEW,
-    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
-    "top_p": between(0, 1, "number"),
-    "top_k": between(-1, 2**31 - 1),
-    "min_p": between(0, 1, "number"),
-    "frequency_penalty": between(-(10**6), 10**6, "number"),
-    "presence_penalty": between(-(10**6), 10**6, "number"),
-    "repetition_penalty": between(*fields.REPETITIONS, "number"),
-    "logit_bias": BIASES,
-    "seed": WHOLE,
+    "max_tokens": LIMIT,
+    **SAMPLING,
     **SAMPLERS,
     "stop": either(STOP, {**listed(STOP), "maxItems": fields.MOST_STOPS}),
     "n": between(1, fields.MOST_ANSWERS),
     "ignore_eos": TRUTH,
     "stream": TRUTH,
     "response_format": either(
-        closed({"type": {"enum": ["text", "json_object"]}}),
+        closed({"type": {"const": "text"}}),
+        closed({"type": {"const": "json_object"}}, {"schema": OBJECT}),
         closed({"type": {"const": "json_schema"}, "json_schema": closed({"schema": OBJECT})}),
+        closed({"type": {"const": "json_schema"}, "schema": OBJECT}),
     ),
-    "structured_outputs": either(*(closed({name: schema}) for name, schema in STRUCTURED.items())),
+    "structured_outputs": either(
+        *(closed({name: schema}, {"disable_any_whitespace": TRUTH}) for name, schema in STRUCTURED.items())
+    ),
+    **{f"guided_{name}": schema for name, schema in STRUCTURED.items()},
     **{name: STRUCTURED[name] for name in ("regex", "choice", "grammar")},
-    "json_schema": OBJECT,
+    **{"json_schema": SCHEMA, "ebnf": STRUCTURED["grammar"]},
     "stream_options": closed({}, {"include_usage": TRUTH}),
 }
 VARIABLES = {"chat_template_kwargs": OBJECT}
 CHAT = COMMON | {
-    "max_completion_tokens": NEW,
+    "max_completion_tokens": LIMIT,
     "logprobs": TRUTH,
     "top_logprobs": between(0, fields.MOST_LOGPROBS),
     "reasoning_effort": {"enum": list(openai.EFFORTS)},
@@ -87,7 +81,7 @@ CHAT = COMMON | {
     **VARIABLES,
 }
 COMPLETION = COMMON | {
-    "max_tokens": between(0, fields.MOST_NEW),
+    "max_tokens": between(-1, fields.MOST_NEW),
     "logprobs": between(0, fields.MOST_LOGPROBS),
     "echo": TRUTH,
 }

@@ -253,8 +253,8 @@ def test_the_package_openai_reads_the_answers(answers):
         ),
         (
             CHAT,
-            {"messages": MESSAGES, "response_format": {"type": "json_object", "schema": {}}},
-            "response_format.schema: not a field of a format of type json_object",
+            {"messages": MESSAGES, "response_format": {"type": "text", "schema": {}}},
+            "response_format.schema: not a field of a format of type text",
         ),
         (
             CHAT,

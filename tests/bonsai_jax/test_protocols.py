@@ -9,9 +9,16 @@ from hypothesis import strategies as st
 
 import bonsai_jax as bj
 from bonsai_jax.engine.answers import Output, Piece
-from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.protocols import (
+    anthropic_messages,
+    fields,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from bonsai_jax.protocols.answers import Head, Parser, ServerEvent, Timings, Usage, answer
 from bonsai_jax.protocols.errors import FieldError, RequestError
+from bonsai_jax.server import openapi, schemas
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.command_line import TINY
 
@@ -103,6 +110,57 @@ def test_impossible_values_name_the_field(protocol, body, message):
     with pytest.raises(FieldError) as caught:
         protocol.request(body)
     assert str(caught.value).startswith(message) and message.startswith(caught.value.param)
+
+
+ANTHROPIC = HI | {"max_tokens": 9}
+ASKS = {  # a request of each protocol
+    "chat": (openai_chat, HI),
+    "completions": (openai_completions, {"prompt": "a"}),
+    "responses": (openai_responses, {"input": "Hi"}),
+    "messages": (anthropic_messages, ANTHROPIC),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_every_protocol_takes_all_of_sampling_and_other_names(name):
+    protocol, body = ASKS[name]
+    odd = {"logit_bias": {"7": 2}, "dry_sequence_breakers": ["x"], "mirostat": 2}
+    own = {field: odd.get(field, 1) for field in (*fields.SAMPLING, *fields.SAMPLERS)}
+    got = protocol.request(body | own).sampling
+    assert set(got) == set(own) - set(fields.OTHER_NAMES) and got["logit_bias"] == {7: 2}
+    for other, field in fields.OTHER_NAMES.items():
+        assert protocol.request(body | {other: 0.5}).sampling == {field: 0.5}
+        for both in ({other: 0.5, field: 0.25}, {field: 0.25, other: 0.5}):
+            assert protocol.request(body | both).sampling == {field: 0.25}
+        with pytest.raises(FieldError, match=f"^{other}: is -1") as caught:
+            protocol.request(body | {other: -1})
+        assert field not in str(caught.value)
+    seeds = [protocol.request(body | {"seed": seed}).sampling["seed"] for seed in (-1, 0, -2)]
+    assert seeds == [None, 0, -2]  # -1: a new one
+
+
+def test_the_servers_description_has_all_of_sampling():
+    assert schemas.SAMPLING.keys() == fields.SAMPLING.keys()
+    assert schemas.SAMPLERS.keys() == fields.SAMPLERS.keys()
+    for path, (_, body, _) in openapi.POSTS.items():
+        if path in {protocol.PATH for protocol, _ in ASKS.values()}:
+            assert fields.SAMPLING.keys() | fields.SAMPLERS.keys() <= body["properties"].keys(), path
+
+
+def test_no_limit_of_new_tokens():
+    """llama.cpp's -1."""
+    for protocol, body, names in (
+        (openai_chat, HI, ("max_tokens", "max_completion_tokens")),
+        (openai_completions, {"prompt": "a"}, ("max_tokens",)),
+        (openai_responses, {"input": "Hi"}, ("max_output_tokens",)),
+    ):
+        for name in names:
+            assert protocol.request(body | {name: -1}).max_new_tokens is None
+            for wrong in (-2, -1.0, True if name == "max_output_tokens" else 0.5):
+                with pytest.raises(FieldError, match=f"^{name}: "):
+                    protocol.request(body | {name: wrong})
+    both = HI | {"max_completion_tokens": -1, "max_tokens": 5}
+    assert openai_chat.request(both).max_new_tokens == 5
 
 
 def test_effort_is_a_variable_of_the_template():

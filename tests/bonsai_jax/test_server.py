@@ -145,6 +145,18 @@ def test_n_answers_and_several_prompts_are_those_of_their_seeds(model, client):
     assert [choice.text for choice in again.choices] == [output.text for output in expected]
 
 
+def test_a_seed_of_minus_one_is_a_new_one_whatever_the_servers_is(model):
+    hot = bj.SamplingParams(1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3, temperature_first=True)
+    with serving(model, sampling=hot) as served:
+
+        def text(**more) -> str:
+            body = {"prompt": ONCE, "max_tokens": 16, "ignore_eos": True, **more}
+            return served.post("/v1/completions", **body).json()["choices"][0]["text"]
+
+        assert text() == text() == text(seed=3) == text(seed=None)
+        assert len({text(seed=-1), text(seed=-1), text()}) == 3
+
+
 def test_penalties_biases_and_stops_reach_the_engine(model, client):
     free = client.completions.create(model="any", prompt=ONCE, max_tokens=8, **GREEDY).choices[0].text
     stop = free[2:4]
@@ -159,6 +171,9 @@ def test_penalties_biases_and_stops_reach_the_engine(model, client):
     )
     expected = bj.generate(model, [ONCE], max_new_tokens=8, sampling=params)[0].text
     assert got.choices[0].text == expected != free
+    more = {"repeat_penalty": 1.3}  # llama.cpp's name
+    got = client.completions.create(model="any", prompt=ONCE, max_tokens=8, **GREEDY, **how, extra_body=more)
+    assert got.choices[0].text == expected
 
 
 def test_logprobs_are_those_of_generate(model, client):

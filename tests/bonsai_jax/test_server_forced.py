@@ -119,6 +119,17 @@ WAYS = {
     "regex": ({"regex": DATE}, DATE),
     "lark": ({"grammar": SUMS}, r"[1-9]\d( \+ [1-9]\d){1,3}"),
     "gbnf": ({"grammar": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "json text": ({"json_schema": json.dumps(TRIP)}, None),
+    "ebnf": ({"ebnf": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "json_object schema": ({"response_format": {"type": "json_object", "schema": TRIP}}, None),
+    "json_schema schema": ({"response_format": {"type": "json_schema", "schema": TRIP}}, None),
+    "guided json": ({"guided_json": TRIP, "guided_regex": None}, None),
+    "guided json text": ({"guided_json": json.dumps(TRIP)}, None),
+    "guided regex": ({"guided_regex": DATE}, DATE),
+    "guided choice": ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    "guided grammar": ({"guided_grammar": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "vllm json text": ({"structured_outputs": {"json": json.dumps(TRIP)}}, None),
+    "vllm white space": ({"structured_outputs": {"json": TRIP, "disable_any_whitespace": False}}, None),
     "vllm json": ({"structured_outputs": {"json": TRIP}}, None),
     "vllm choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
     "vllm regex": ({"structured_outputs": {"regex": DATE, "choice": None}}, DATE),
@@ -144,10 +155,33 @@ def test_answers_match_what_other_servers_fields_ask_for(client, way):
             assert re.fullmatch(expression, answer)
 
 
-def test_any_json_object_can_be_asked_for_as_of_vllm(client):
-    how = {"structured_outputs": {"json_object": True}}
+OBJECTS = (
+    {"structured_outputs": {"json_object": True}},
+    {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    {"guided_json_object": True},
+    {"response_format": {"type": "json_object", "schema": {}}},
+    {"response_format": {"type": "json_object", "schema": None}},
+)
+
+
+@pytest.mark.parametrize("how", OBJECTS)
+def test_any_json_object_can_be_asked_for_in_several_ways(client, how):
     got = client.chat.completions.create(model="any", messages=ASKED, max_tokens=20, extra_body=how)
     assert got.choices[0].message.content.startswith("{")
+
+
+def test_anthropics_older_field_of_a_format(server):
+    form = {"type": "json_schema", "schema": TRIP}
+    body = {"messages": ASKED, "max_tokens": 200}
+    got = server.post("/v1/messages", **body, output_format=form).json()
+    jsonschema.validate(json.loads(got["content"][0]["text"]), TRIP)
+    two = server.post("/v1/messages", **body, output_format=form, output_config={"format": form})
+    assert two.status_code == 400
+    assert two.json()["error"]["message"] == "output_format: cannot be combined with output_config"
+    wrong = server.post("/v1/messages", **body, output_format={**form, "schema": WRONG}).json()
+    assert wrong["error"]["message"].startswith("output_format: ")
+    wrong = server.post("/v1/messages", **body, output_format={"type": "json_object"}).json()
+    assert wrong["error"]["message"] == "output_format.type: 'json_object' is none of json_schema"
 
 
 WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
@@ -180,6 +214,25 @@ WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
         ({"extra_body": {"structured_outputs": {"json_object": False}}}, "structured_outputs.json_object"),
         ({"extra_body": {"structured_outputs": {"json": []}}}, "structured_outputs.json"),
         ({"extra_body": {"structured_outputs": {"json": WRONG}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs.json"),
+        ({"extra_body": {"structured_outputs": {"disable_any_whitespace": True}}}, "structured_outputs"),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "a", "disable_any_whitespace": 1}}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"extra_body": {"ebnf": "root ::= nothing"}}, "ebnf"),
+        ({"extra_body": {"ebnf": "root ::= 'a'", "grammar": "root ::= 'a'"}}, "ebnf"),
+        ({"extra_body": {"guided_json": "[1]"}}, "guided_json"),
+        ({"extra_body": {"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}}, "guided_json"),
+        ({"extra_body": {"guided_json": WRONG}}, "guided_json"),
+        ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": "a"}}, "guided_choice"),
+        ({"response_format": {"type": "json_object", "schema": WRONG}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "schema": TRIP, "json_schema": {"schema": TRIP}}},
+            "response_format.schema",
+        ),
         (
             {"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}},
             "structured_outputs.whitespace_pattern",
