@@ -70,8 +70,9 @@ def response_format(name: str, value: Any) -> Constraint | None:
     return json_schema(f"{where}.schema", given.get("schema"))
 
 
-def _grammar(name: str, value: Any) -> Constraint:
-    return _of_text(constraints.grammar, name, value)
+def _grammar(name: str, value: Any) -> Constraint | None:
+    """An empty text is none, as in llama-server: clients send it where no grammar is asked for."""
+    return None if value == "" else _of_text(constraints.grammar, name, value)
 
 
 def _regex(name: str, value: Any) -> Constraint:
@@ -103,7 +104,7 @@ _KINDS: dict[str, Check] = {
 }
 
 
-def _structured_outputs(name: str, value: Any) -> Constraint:
+def _structured_outputs(name: str, value: Any) -> Constraint | None:
     given = {kind: one for kind, one in json_object(name, value).items() if one is not None}
     # Whether JSON may have other white space than json.dumps writes. Here it never has.
     truth(f"{name}.disable_any_whitespace", given.pop("disable_any_whitespace", True))

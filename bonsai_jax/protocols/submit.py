@@ -106,7 +106,7 @@ def constraint(request: Request, model: Model, ids: list[int], thinks: bool) -> 
         try:
             constraints.compile(must, model.tokenizer, model.config.vocab_size)
         except (ValueError, ImportError) as error:
-            raise FieldError(where, str(error)) from None
+            raise FieldError(where, str(error).removeprefix(f"{must.kind}: ")) from None
     return must
 
 

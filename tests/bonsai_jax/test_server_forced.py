@@ -63,6 +63,21 @@ def test_a_call_that_is_required_is_made_and_keeps_to_its_schema(client, seed):
     assert validated(choice.message) == ["trip"] and choice.message.content is None
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_function_without_parameters_gets_no_arguments(server, client, seed):
+    """OpenAI's package: "Omitting parameters defines a function with an empty parameter list"."""
+    bare = {"type": "function", "function": {"name": "ping"}}
+    how = {"seed": seed, "temperature": 1.0, "max_tokens": 100}
+    for tool in (bare, {**bare, "function": {"name": "ping", "parameters": None}}):
+        asked = {"model": "any", "messages": ASKED, "tools": [tool], "parallel_tool_calls": False}
+        got = client.chat.completions.create(**asked, **how, tool_choice="required").choices[0]
+        assert [call.function.arguments for call in got.message.tool_calls] == ["{}"]
+    body = {"messages": ASKED, "tools": [{"name": "ping"}], "tool_choice": {"type": "any"}, **how}
+    body["tool_choice"]["disable_parallel_tool_use"] = True
+    blocks = server.post("/v1/messages", **body).json()["content"]
+    assert [block["input"] for block in blocks if block["type"] == "tool_use"] == [{}]
+
+
 def test_streamed_and_by_the_other_apis(server, client):
     how = {**CHAT, "parallel_tool_calls": False, "tool_choice": "required"}
     with client.chat.completions.stream(**how) as stream:
@@ -182,6 +197,16 @@ def test_anthropics_older_field_of_a_format(server):
     assert wrong["error"]["message"].startswith("output_format: ")
     wrong = server.post("/v1/messages", **body, output_format={"type": "json_object"}).json()
     assert wrong["error"]["message"] == "output_format.type: 'json_object' is none of json_schema"
+
+
+def test_an_empty_grammar_is_none(client):
+    """llama-server's default, which its clients send."""
+    how = {"model": "any", "messages": ASKED, "max_tokens": 4, "temperature": 0}
+    texts = [
+        client.chat.completions.create(**how, extra_body=more).choices[0].message.content
+        for more in ({}, {"grammar": ""}, {"structured_outputs": {"grammar": ""}})
+    ]
+    assert len(set(texts)) == 1
 
 
 WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
