@@ -1,5 +1,6 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -98,7 +99,7 @@ def whole(request: Request, answers: Sequence[Answer], head: Head, usage: Usage)
             "index": index,
             "message": _message(answer),
             "logprobs": _logprobs(request, answer.output.tokens, answer.output.logprobs, head.tokenizer),
-            "finish_reason": _finish(answer.output.finish_reason, bool(answer.calls)),
+            "finish_reason": _finish(answer.output.finish_reason, answer.output.stop, _last(answer)),
         }
         for index, answer in enumerate(answers)
     ]
@@ -122,8 +123,24 @@ def _call(event: Event) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _finish(reason: str | None, calls: bool) -> str | None:
-    return "tool_calls" if calls and reason == "stop" else openai.finish(reason)
+def _last(answer: Answer) -> str | None:
+    """The arguments of the last call, as far as they were written; None: there is no call."""
+    return next((event.text for event in reversed(answer.events) if event.kind == "call"), None)
+
+
+def _finish(reason: str | None, stop: str | None, arguments: str | None) -> str | None:
+    """stop: the stop text that ended the answer. arguments: of its last call; None: it has none."""
+    calls = reason == "stop" and arguments is not None and (stop is None or _is_json(arguments))
+    return "tool_calls" if calls else openai.finish(reason)
+
+
+def _is_json(text: str) -> bool:
+    """Whether arguments are whole: those of a call that was cut off are never JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class Stream:
@@ -133,6 +150,7 @@ class Stream:
         self._request, self._head = request, head
         self._frame = openai.frame(head, "chat.completion.chunk", "chatcmpl")
         self._calls = [0] * request.n  # that have begun, by answer
+        self._arguments: list[list[str]] = [[] for _ in range(request.n)]  # of the last of them, in pieces
         self._plain: dict[tuple[int, str], Template] = {}  # of an answer's thoughts and text
 
     def begin(self) -> list[ServerEvent]:
@@ -149,7 +167,9 @@ class Stream:
             chunks.append(self._chunk(part.index, delta, scores))
             scores = None  # they are those of all the text of this part
         if part.finish_reason is not None:
-            finish = _finish(part.finish_reason, self._calls[part.index] > 0)
+            called = self._calls[part.index] > 0
+            arguments = "".join(self._arguments[part.index]) if called else None
+            finish = _finish(part.finish_reason, part.stop, arguments)
             chunks.append(self._chunk(part.index, {}, finish=finish))
         return chunks
 
@@ -169,7 +189,9 @@ class Stream:
         call: dict[str, Any] = {"function": {"arguments": event.text}}
         if event.name is not None:
             self._calls[index] += 1
+            self._arguments[index] = []
             call = _call(event)
+        self._arguments[index].append(event.text)
         return {"tool_calls": [{"index": self._calls[index] - 1, **call}]}
 
     def end(self, usage: Usage) -> list[ServerEvent]:

@@ -104,6 +104,26 @@ def test_chat_without_calls_and_with_one(server):
             json.loads(cut.message.tool_calls[0].function.arguments)
 
 
+@pytest.mark.parametrize(
+    ("script", "stop", "reason", "count"),
+    [
+        (CUT, "Rome", "stop", 1),  # within its arguments
+        (CUT, "{", "stop", 0),
+        (TWO, "</tool_call>", "tool_calls", 1),  # after them
+        (TWO, "Rome", "tool_calls", 1),  # the second is no call without its name, which comes later
+        (TWO, "I look", "stop", 0),
+        (TWO, "zzz", "tool_calls", 2),
+    ],
+)
+def test_a_call_that_a_stop_text_cuts_off_is_not_to_be_run(server, script, stop, reason, count):
+    how = {**CHAT, "max_tokens": limit(script), "stop": stop}
+    with server.openai() as client:
+        (whole,) = client.chat.completions.create(**how).choices
+        chunks = list(client.chat.completions.create(**how, stream=True))
+        assert whole.finish_reason == chunks[-1].choices[0].finish_reason == reason
+        assert len(whole.message.tool_calls or []) == count
+
+
 def test_chat_goes_on_with_results_and_finds_the_turn_before_in_the_cache(server):
     with server.openai() as client:
         first = client.chat.completions.create(**CHAT, max_tokens=limit(TWO))
