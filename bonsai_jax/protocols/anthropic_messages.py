@@ -85,7 +85,7 @@ def _request(given: dict[str, Any]) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=[with_system([given.get("system", "")], given["messages"])],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         chat=True,
         template={"enable_thinking": given["thinking"]} if "thinking" in given else {},
         **tools.chosen(given.get("tools", []), choice, "tool_choice"),
@@ -124,7 +124,7 @@ class Stream:
 
     def begin(self) -> list[ServerEvent]:
         start = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _usage(Usage(self._head.prompt_tokens, 0))
+        usage = _usage(Usage(self._head.prompt_tokens, 0, self._head.cached_tokens))
         message = _frame(self._request, self._head) | start | {"usage": usage}
         return [_event("message_start", message=message), _event("ping")]
 

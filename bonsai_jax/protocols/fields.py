@@ -9,7 +9,7 @@ from typing import Any
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.sampling_params import SamplingParams
 
-MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 4096, 20, 1024
 MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6
 MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
 MOST_BREAKERS = 32
@@ -34,7 +34,8 @@ def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, p
 
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
+    """`sampling` and `sampling_names` of a Request with these values. Raises FieldError for one out of its
+    range."""
     own = {name: given[name] for name in (*OTHER_NAMES, *SAMPLING, *SAMPLERS) if name in given}
     fields = {OTHER_NAMES.get(name, name): value for name, value in own.items()}
     try:
@@ -47,7 +48,8 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise FieldError(name, str(error).removeprefix(f"SamplingParams: {field} ")) from None
         raise
-    return fields
+    names = {field: name for name, field in OTHER_NAMES.items() if name in own and field not in own}
+    return {"sampling": fields, "sampling_names": names}
 
 
 def text(name: str, value: Any) -> str:

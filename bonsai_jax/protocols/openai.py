@@ -36,7 +36,7 @@ KINDS = {  # of errors, by status
 }
 LEAST_LOGPROB = -9999.0
 DONE = ServerEvent("[DONE]")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 
 
 def _stream_options(name: str, value: Any) -> bool:

@@ -71,7 +71,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=[given["messages"]],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         chat=True,
         template=_variables(given),
         **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),

@@ -46,7 +46,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=given["prompt"],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         max_new_tokens=most,
         stop=given.get("stop", []),
         n=given.get("n", 1),

@@ -2,13 +2,16 @@
 
 import itertools
 import json
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import ReasoningEffort
 
 import bonsai_jax as bj
 from bonsai_jax.engine.answers import Output, Piece
+from bonsai_jax.engine.engine import MOST_ANSWERS
 from bonsai_jax.protocols import (
     anthropic_messages,
     fields,
@@ -20,7 +23,7 @@ from bonsai_jax.protocols.answers import Head, Parser, ServerEvent, Timings, Usa
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.server import openapi, schemas
 from checkpoints import open_checkpoint
-from tests.bonsai_jax.command_line import TINY
+from tests.bonsai_jax.command_line import TINY, run
 
 TOKENIZER = bj.Tokenizer.from_checkpoint(open_checkpoint(TINY))
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -167,6 +170,20 @@ def test_effort_is_a_variable_of_the_template():
     assert openai_chat.request(HI | {"reasoning_effort": "none"}).template == {"enable_thinking": False}
     own = openai_chat.request(HI | {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}).template
     assert own == {"enable_thinking": True, "reasoning_effort": "low", "a": 1}
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+def test_every_effort_of_openais_package_is_taken(effort):
+    assert openai_chat.request(HI | {"reasoning_effort": effort}).template["enable_thinking"] is (
+        effort != "none"
+    )
+    openai_responses.request({"input": "Hi", "reasoning": {"effort": effort}})
+
+
+def test_limits_of_fields_are_those_of_the_engine_and_the_command():
+    assert fields.MOST_ANSWERS == MOST_ANSWERS
+    got = run("serve", "--logit-biases", fields.MOST_BIASES + 1)
+    assert got.exit_code == 2 and f"less than or equal to {fields.MOST_BIASES}" in got.stderr
 
 
 def test_timings_count_tokens_that_were_read():
