@@ -143,10 +143,12 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def only(*allowed: Any) -> Callable[[str, Any], Any]:
+def only(*allowed: Any, instead: str = "leave it out") -> Callable[[str, Any], Any]:
+    """instead: what a client can do in place of asking for another value."""
+
     def check(name: str, value: Any) -> Any:
         if value not in allowed:
-            raise FieldError(name, f"{shown(value)} is not supported; leave it out")
+            raise FieldError(name, f"{shown(value)} is not supported; {instead}")
         return value
 
     return check
@@ -162,7 +164,7 @@ def one_of(*texts: str) -> Check:
 
 
 def ids(name: str, value: Any) -> list[int]:
-    if not _are_ids(value):
+    if value != [] and not _are_ids(value):
         raise FieldError(name, f"{shown(value)} is not a list of token ids")
     return value
 

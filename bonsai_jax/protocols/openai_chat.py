@@ -51,6 +51,8 @@ def variables(name: str, value: Any) -> dict[str, Any]:
 
 
 SERVED = {
+    **openai.REFUSED,
+    **openai.TURNS,
     "reasoning_effort": fields.one_of(*openai.EFFORTS),
     "chat_template_kwargs": variables,
 }  # not in a batch

@@ -26,6 +26,7 @@ FIELDS = {
 }
 WHOLE_ONLY = {**openai.WHOLE_ONLY, "echo": fields.only(False)}
 SERVED = {
+    **openai.REFUSED,
     **{"echo": fields.truth, "suffix": fields.only("")},
     **{"max_tokens": fields.new_tokens(0)},
 }

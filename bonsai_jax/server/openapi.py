@@ -1,7 +1,8 @@
 """GET /openapi.json: what the server takes and gives, in OpenAPI 3.1. Protocols of agents: openapi_agents.py.
 
-A field that is not listed is ignored. Bounds are those of bonsai_jax/protocols/fields.py. What depends on the
-model (tokens beyond its vocabulary, prompts beyond its context) is a 400 that no schema shows.
+A field that is not listed is ignored, or refused with status 400 (openai.REFUSED). Bounds are those of
+bonsai_jax/protocols/fields.py. What depends on the model (tokens beyond its vocabulary, prompts beyond its
+context) is a 400 that no schema shows.
 """
 
 from typing import get_args
@@ -115,6 +116,7 @@ ANSWER = closed(
     {"reasoning_content": TEXT, "tool_calls": listed(CALL)},
 )
 VECTOR = closed({"object": {"const": "embedding"}, "index": WHOLE, "embedding": either(TEXT, listed(NUMBER))})
+PIECE = closed({"id": WHOLE, "piece": either(TEXT, listed(WHOLE))})
 POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     openai_chat.PATH: (
         "Answer a chat",
@@ -134,10 +136,14 @@ POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     **openapi_agents.POSTS,
     "/tokenize": (
         "Token ids of a text",
-        closed({"content": TEXT}, {"add_special": TRUTH, "parse_special": TRUTH}),
-        closed({"tokens": listed(WHOLE), "count": WHOLE}),
+        closed({"content": TEXT}, dict.fromkeys(("add_special", "parse_special", "with_pieces"), TRUTH)),
+        closed({"tokens": listed(either(WHOLE, PIECE)), "count": WHOLE}),
     ),
-    "/detokenize": ("The text of token ids", closed({"tokens": IDS}), closed({"content": TEXT})),
+    "/detokenize": (
+        "The text of token ids",
+        closed({"tokens": {**IDS, "minItems": 0}}),
+        closed({"content": TEXT}),
+    ),
     "/apply-template": (
         "The text that a chat becomes",
         closed({"messages": listed(MESSAGE, 1)}, VARIABLES),

@@ -166,6 +166,38 @@ def test_no_limit_of_new_tokens():
     assert openai_chat.request(both).max_new_tokens == 5
 
 
+ASKED = (openai_chat, HI), (openai_completions, {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy", "fine"),
+    [
+        ("functions", [{"name": "f"}], "give tools", []),
+        ("function_call", {"name": "f"}, "give tools and tool_choice", "auto"),
+        ("stop_token_ids", [2], "give texts as stop", []),
+        ("include_stop_str_in_output", True, "add the stop text", False),
+        ("prompt_logprobs", 0, "ask /v1/completions with echo and logprobs", None),
+        ("truncate_prompt_tokens", 5, "shorten the prompt", None),
+        ("add_generation_prompt", False, "to continue an answer, send", True),
+        ("continue_final_message", True, "to continue an answer, send", False),
+    ],
+)
+def test_what_other_servers_can_do_is_refused_with_a_remedy(name, value, remedy, fine):
+    for protocol, body in ASKED[: 1 if "continue an answer" in remedy else 2]:
+        protocol.request(body | {name: fine})
+        with pytest.raises(FieldError, match=rf"^{name}: .* is not supported; .*{remedy}") as caught:
+            protocol.request(body | {name: value})
+        assert caught.value.param == name
+
+
+def test_an_assistant_may_only_have_thought():
+    said = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    (messages,) = openai_chat.request({"messages": [*HI["messages"], said]}).prompts
+    assert messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    with pytest.raises(FieldError, match=r"messages\[0\].content: missing"):
+        openai_chat.request({"messages": [{"role": "assistant", "content": None}]})
+
+
 def test_effort_is_a_variable_of_the_template():
     assert openai_chat.request(HI | {"reasoning_effort": "none"}).template == {"enable_thinking": False}
     own = openai_chat.request(HI | {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}).template

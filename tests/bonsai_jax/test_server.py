@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 
 import bonsai_jax as bj
@@ -283,6 +283,36 @@ def test_tokens_and_templates(model, server):
     prompt = server.post("/apply-template", messages=HI).json()["prompt"]
     assert prompt == model.tokenizer.apply_chat_template(HI)
     assert server.post("/tokenize").json()["error"]["param"] == "content"
+
+
+def test_tokens_with_their_pieces_and_back(model, server):
+    """As llama-server has them: bytes where a piece is no text."""
+    text = ONCE + " é漢"
+    ids = model.tokenizer.encode(text, add_special=False)
+    got = server.post("/tokenize", content=text, with_pieces=True).json()
+    assert [one["id"] for one in got["tokens"]] == ids and got["count"] == len(ids)
+    pieces = [one["piece"] for one in got["tokens"]]
+    assert {type(piece) for piece in pieces} == {str, list}
+    whole = b"".join(bytes(piece) if isinstance(piece, list) else piece.encode() for piece in pieces)
+    assert whole.decode().lstrip() == text
+    assert server.post("/tokenize", content=text, with_pieces=False).json()["tokens"] == ids
+    assert server.post("/detokenize", tokens=[]).json() == {"content": "", "prompt": ""}
+    size = model.config.vocab_size
+    assert server.post("/detokenize", tokens=[5, size - 1]).status_code == 200
+    error = server.post("/detokenize", tokens=[5, size]).json()["error"]
+    assert error["message"] == f"tokens: token {size} is beyond the vocabulary of {size}"
+
+
+def test_an_answers_number_is_in_the_headers_of_both_clients(server):
+    for path in ("/v1/messages", "/v1/completions"):
+        headers = server.post(path).headers
+        assert headers["request-id"] == headers["x-request-id"]
+    with (
+        Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        pytest.raises(BadRequestError) as caught,
+    ):
+        client.messages.create(model="any", max_tokens=1, messages=[])
+    assert caught.value.request_id == caught.value.response.headers["x-request-id"]
 
 
 def test_models_are_listed_in_both_forms(server):
