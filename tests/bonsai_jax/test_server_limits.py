@@ -91,7 +91,8 @@ FIELDS = {
             "chat_template_kwargs",
             "response_format",
         ),
-        *("structured_outputs", "json_schema", "regex", "choice", "grammar"),
+        *("structured_outputs", "json_schema", "regex", "choice", "grammar", "ebnf", "guided_json"),
+        *("guided_choice", "guided_json_object", "repeat_penalty", "functions", "stop_token_ids"),
     ),
     TEXT: (
         "prompt",
@@ -106,7 +107,7 @@ FIELDS = {
         "logit_bias",
     ),
     "/v1/embeddings": ("input", "encoding_format", "dimensions", "pooling"),
-    "/tokenize": ("content", "add_special", "parse_special"),
+    "/tokenize": ("content", "add_special", "parse_special", "with_pieces"),
     "/detokenize": ("tokens",),
     "/apply-template": ("messages", "chat_template_kwargs"),
 }
