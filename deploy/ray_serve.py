@@ -29,11 +29,12 @@ from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router i
     PrefixCacheAffinityRouter,
 )
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
+SPARE = 64  # requests beyond a replica's queue, which it refuses itself, as `bonsai-jax serve` does
 KEYS = "BONSAI_JAX_API_KEYS"  # environment variable, as of `bonsai-jax serve`
 TRIES = 3  # replicas that may die while they have a request, before it fails
 TREE_CHARACTERS = 4_000_000  # of prompts that Ray remembers
@@ -103,6 +104,7 @@ class Replica:
         )
         if given.warmup:
             engine.warmup()
+            engine.compile_constrained()
         settings = Settings(
             name=model.name, keys=keys, max_queue=given.max_queue, timeout_s=given.timeout,
             max_body=given.max_body * MEGABYTE,
@@ -154,32 +156,46 @@ class Door:
     """Passes requests on to replicas, and their answers back."""
 
     def __init__(self, replicas: DeploymentHandle, max_body: int):
+        from bonsai_jax.protocols import openai
+        from bonsai_jax.protocols.errors import RequestError
+        from bonsai_jax.server.app import ERRORS
+        from bonsai_jax.server.responses import error_response
+
+        def failure(path: str, status: int, message: str, **more: Any) -> Response:
+            """An error in the form of the path's protocol."""
+            return error_response(ERRORS.get(path, openai), RequestError(status, message, **more))
+
+        self._failure = failure
         self._replicas = replicas.options(method_name="answer", stream=True)
         self._max_body = max_body
 
     async def __call__(self, request: Request) -> Response:
-        body = bytearray()
+        body, path = bytearray(), request.url.path
         try:
             async for part in request.stream():
                 body += part
                 if len(body) > self._max_body:
-                    return failure(413, f"the body has more than {self._max_body} bytes")
+                    return self._failure(path, 413, f"the body has more than {self._max_body} bytes")
         except ClientDisconnect:
             return Response(status_code=499)
         names = ("type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string")
         scope = {name: request.scope.get(name) for name in (*names, "headers", "client", "server")}
-        asked = Asked(scope | {"root_path": ""}, bytes(body), prompt(request.url.path, body))
+        asked = Asked(scope | {"root_path": ""}, bytes(body), prompt(path, body))
         for _ in range(TRIES):
             messages = aiter(self._replicas.remote(asked))
             try:
                 start, first = await anext(messages), await anext(messages)
-            except RayServeException as error:  # its queue is full
-                return failure(503, str(error).partition("\n")[0])
+            except BackPressureError:  # where a file of settings limits Ray's own queue
+                message = "all replicas have as many requests as they take; try later"
+                return self._failure(path, 429, message, code="queue_full", retry_after_s=1)
+            except RayServeException as error:
+                return self._failure(path, 503, str(error).partition("\n")[0], retry_after_s=10)
             except RayActorError:  # the replica has died, before it has answered anything
                 continue
             headers = {name.decode(): value.decode() for name, value in start["headers"]}
             return StreamingResponse(bodies(first, messages), start["status"], headers)
-        return failure(503, f"{TRIES} replicas died while they had this request")
+        message = f"{TRIES} replicas died while they had this request"
+        return self._failure(path, 503, message, retry_after_s=10)
 
 
 async def bodies(first: dict[str, Any], rest: AsyncIterator[dict[str, Any]]) -> AsyncGenerator[bytes]:
@@ -197,10 +213,6 @@ def prompt(path: str, body: bytes | bytearray) -> str:
         return path
 
 
-def failure(status: int, message: str) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "server_error", "code": None}}, status)
-
-
 def build(given: Arguments) -> serve.Application:
     """The application for `serve run` and `serve.run`."""
     router = RequestRouterConfig(
@@ -212,7 +224,7 @@ def build(given: Arguments) -> serve.Application:
             "eviction_target_chars": TREE_CHARACTERS * 9 // 10,
         },
     )
-    most = given.batch_size + given.max_queue
+    most = given.batch_size + given.max_queue + SPARE
     replicas = Replica.options(
         num_replicas=given.replicas,
         max_ongoing_requests=most,

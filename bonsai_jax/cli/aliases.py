@@ -25,6 +25,8 @@ ALIASES = {
     "presence_penalty": "presence-penalty",
     "frequency_penalty": "frequency-penalty",
     "system-prompt": "system",
+    "json-schema-file": "json-schema",
+    "grammar-file": "grammar",
     "hf-repo": "model",
     "max-num-seqs": "batch-size",
     "tensor-parallel-size": "tensor-parallel",

@@ -264,9 +264,11 @@ class ConstraintOptions:
     """What an answer must match."""
 
     json_schema: Annotated[
-        Path | None,
+        str | None,
         typer.Option(
-            metavar="FILE", help="Answer in JSON that matches the schema in this file; -: standard input."
+            metavar="FILE",
+            help="Answer in JSON that matches the schema in this file; -: standard input. Or the schema "
+            'itself, such as \'{"type": "object"}\'.',
         ),
     ] = None
     regex: Annotated[
@@ -296,7 +298,8 @@ class ConstraintOptions:
         if not given:
             return None
         ((name, value),) = given
-        return getattr(constraints, name)(text.read(value) if isinstance(value, Path) else value)
+        in_file = name == "grammar" or (name == "json_schema" and not value.lstrip().startswith("{"))
+        return getattr(constraints, name)(text.read(Path(value)) if in_file else value)
 
 
 def template_variables(think: bool | None) -> dict[str, Any]:

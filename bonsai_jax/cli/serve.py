@@ -127,7 +127,10 @@ class LimitOptions:
     max_answers: Annotated[
         int,
         typer.Option(
-            "--max-answers", min=1, metavar="N", help="Most answers of one request: n for each prompt."
+            "--max-answers",
+            min=1,
+            metavar="N",
+            help="Most answers of one request: n, which is at most 4096, for each prompt.",
         ),
     ] = 128
     max_body: Annotated[
@@ -196,7 +199,7 @@ def command(
     logit_biases: Annotated[
         int,
         typer.Option(
-            "--logit-biases", min=1, max=65536, metavar="N",
+            "--logit-biases", min=1, max=1024, metavar="N",
             help="Most tokens that the logit_bias of a request may name; many make every step slower.",
         ),
     ] = 32,

@@ -391,7 +391,8 @@ class Engine:
         if len(params.logit_bias) > o.biases:
             raise ValueError(
                 f"SamplingParams: logit_bias names {len(params.logit_bias)} tokens, and the engine has room "
-                f"for {o.biases}; give Engine(logit_biases=)"
+                f"for {o.biases}; name fewer, or give Engine(logit_biases=), which is --logit-biases of a "
+                "server"
             )
         sampling_arrays.check_bias(params, self.model.config.vocab_size)
 

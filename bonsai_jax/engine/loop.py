@@ -433,7 +433,8 @@ class Loop:
                 if not read.starts or not read.first:
                     continue
                 if not self.answers[read.request].began:
-                    self.answers[read.request].cached = read.first
+                    # Forced tokens that are read with the prompt may be cached, too. They are not counted.
+                    self.answers[read.request].cached = min(read.first, len(read.request.prompt) - 1)
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
                     note = self.runner.dispatch(self.runner.calls.note(alone, self._rules, chains))

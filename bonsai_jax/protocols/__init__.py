@@ -19,6 +19,7 @@ They share
     request.py      Request: a body in the engine's terms
     errors.py       RequestError, FieldError
     fields.py       checks of values
+    constrained.py  fields that say what answers must match
     answers.py      what whole() and Stream write: Answer, Part, Head, Usage
     openai.py       fields and objects that OpenAI's protocols have in common
     openai_messages.py   the messages of a chat

@@ -97,11 +97,13 @@ class Head:
     created        in seconds since 1970
     model          its name
     prompt_tokens  of all prompts
+    cached_tokens  of these, as far as it is known: all of one prompt's
     """
 
     model: str
     tokenizer: Tokenizer
     prompt_tokens: int
+    cached_tokens: int = 0
     key: str = dataclasses.field(default_factory=lambda: secrets.token_hex(12))
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 

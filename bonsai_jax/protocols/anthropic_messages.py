@@ -39,24 +39,27 @@ def _thinking(name: str, value: Any) -> bool:
     return fields.one_of("enabled", "adaptive", "disabled")(f"{name}.type", kind) != "disabled"
 
 
+def _format(name: str, value: Any) -> Constraint:
+    kind = fields.json_object(name, value).get("type")
+    fields.one_of("json_schema")(f"{name}.type", kind)
+    return constrained.json_schema(f"{name}.schema", value.get("schema"))
+
+
 def _output(name: str, value: Any) -> Constraint | None:
     """The constraint that an output_config asks for; None: any text. Its effort has no effect."""
     form = fields.json_object(name, value).get("format")
-    if form is None:
-        return None
-    kind = fields.json_object(f"{name}.format", form).get("type")
-    fields.one_of("json_schema")(f"{name}.format.type", kind)
-    return constrained.json_schema(f"{name}.format.schema", form.get("schema"))
+    return None if form is None else _format(f"{name}.format", form)
 
 
 FIELDS = {
     **PROMPT,
     **{"max_tokens": fields.between(1, fields.MOST_NEW), "stop_sequences": fields.stop},
-    **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k")},
+    **fields.SAMPLING,
     **fields.SAMPLERS,
     **{"stream": fields.truth, "thinking": _thinking, "metadata": fields.json_object},
-    "output_config": _output,
+    **{"output_config": _output, "output_format": _format},  # the latter is the older form
 }
+FORMATS = {"output_config": "output_config.format", "output_format": "output_format"}
 
 
 def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
@@ -82,7 +85,7 @@ def _request(given: dict[str, Any]) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=[with_system([given.get("system", "")], given["messages"])],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         chat=True,
         template={"enable_thinking": given["thinking"]} if "thinking" in given else {},
         **tools.chosen(given.get("tools", []), choice, "tool_choice"),
@@ -90,8 +93,7 @@ def _request(given: dict[str, Any]) -> Request:
         max_new_tokens=given.get("max_tokens"),
         stop=given.get("stop_sequences", []),
         stream=given.get("stream", False),
-        constraint=given.get("output_config"),
-        constraint_field="output_config.format",
+        **constrained.chosen(given, FORMATS),
     )
 
 
@@ -122,7 +124,7 @@ class Stream:
 
     def begin(self) -> list[ServerEvent]:
         start = {"content": [], "stop_reason": None, "stop_sequence": None}
-        usage = _usage(Usage(self._head.prompt_tokens, 0))
+        usage = _usage(Usage(self._head.prompt_tokens, 0, self._head.cached_tokens))
         message = _frame(self._request, self._head) | start | {"usage": usage}
         return [_event("message_start", message=message), _event("ping")]
 

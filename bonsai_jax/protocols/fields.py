@@ -9,7 +9,7 @@ from typing import Any
 from bonsai_jax.protocols.errors import FieldError
 from bonsai_jax.sampling_params import SamplingParams
 
-MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 4096, 20, 1024
 MOST_TEMPERATURE, REPETITIONS, MOST_BIAS = 1000.0, (0.001, 1000.0), 1e6
 MOST_STOPS, LONGEST_STOP = 32, 256  # each piece of text is compared with all of them
 MOST_BREAKERS = 32
@@ -34,8 +34,9 @@ def read(body: Mapping[str, Any], known: Mapping[str, Check], *, strict: bool, p
 
 
 def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of SamplingParams among the values of a body. Raises FieldError for one out of its range."""
-    own = {name: given[name] for name in (*SAMPLING, *SAMPLERS) if name in given}
+    """`sampling` and `sampling_names` of a Request with these values. Raises FieldError for one out of its
+    range."""
+    own = {name: given[name] for name in (*OTHER_NAMES, *SAMPLING, *SAMPLERS) if name in given}
     fields = {OTHER_NAMES.get(name, name): value for name, value in own.items()}
     try:
         SamplingParams(**fields)
@@ -47,7 +48,8 @@ def sampling(given: Mapping[str, Any]) -> dict[str, Any]:
             except ValueError as error:
                 raise FieldError(name, str(error).removeprefix(f"SamplingParams: {field} ")) from None
         raise
-    return fields
+    names = {field: name for name, field in OTHER_NAMES.items() if name in own and field not in own}
+    return {"sampling": fields, "sampling_names": names}
 
 
 def text(name: str, value: Any) -> str:
@@ -71,6 +73,17 @@ def whole(name: str, value: Any) -> int:
 def top_k(name: str, value: Any) -> int:
     """-1 is 0 in other servers: all tokens."""
     return max(0, value) if whole(name, value) == -1 else value
+
+
+def seed(name: str, value: Any) -> int | None:
+    """-1 is None, as for llama.cpp: a new one for each request, whatever the server's is."""
+    return None if whole(name, value) == -1 else value
+
+
+def new_tokens(least: int) -> Callable[[str, Any], int | None]:
+    """The check of a number of new tokens. -1 is None, as for llama.cpp: the request sets no limit."""
+    in_range = between(least, MOST_NEW)
+    return lambda name, value: None if value == -1 and whole(name, value) else in_range(name, value)
 
 
 def between(low: int, high: int) -> Callable[[str, Any], int]:
@@ -130,10 +143,12 @@ def json_object(name: str, value: Any) -> dict[str, Any]:
     return value
 
 
-def only(*allowed: Any) -> Callable[[str, Any], Any]:
+def only(*allowed: Any, instead: str = "leave it out") -> Callable[[str, Any], Any]:
+    """instead: what a client can do in place of asking for another value."""
+
     def check(name: str, value: Any) -> Any:
         if value not in allowed:
-            raise FieldError(name, f"{shown(value)} is not supported; leave it out")
+            raise FieldError(name, f"{shown(value)} is not supported; {instead}")
         return value
 
     return check
@@ -149,7 +164,7 @@ def one_of(*texts: str) -> Check:
 
 
 def ids(name: str, value: Any) -> list[int]:
-    if not _are_ids(value):
+    if value != [] and not _are_ids(value):
         raise FieldError(name, f"{shown(value)} is not a list of token ids")
     return value
 
@@ -174,8 +189,8 @@ def shown(value: Any) -> str:
 
 SAMPLING: dict[str, Check] = {
     **dict.fromkeys(("top_p", "min_p", "frequency_penalty", "presence_penalty"), number),
-    **{"temperature": within(0, MOST_TEMPERATURE), "repetition_penalty": within(*REPETITIONS)},
-    **{"top_k": top_k, "seed": whole, "logit_bias": bias},
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty"), within(*REPETITIONS)),
+    **{"temperature": within(0, MOST_TEMPERATURE), "top_k": top_k, "seed": seed, "logit_bias": bias},
 }
 # The samplers of decoding/chain.py, as llama.cpp's server names them.
 SAMPLERS: dict[str, Check] = {
@@ -185,4 +200,5 @@ SAMPLERS: dict[str, Check] = {
     **dict.fromkeys(("dry_allowed_length", "dry_penalty_last_n", "mirostat", "min_tokens"), whole),
     "dry_sequence_breakers": breakers,
 }
-OTHER_NAMES = {"typ_p": "typical_p"}
+# By which other programs know fields of SamplingParams. If a body has both, ours counts.
+OTHER_NAMES = {"typ_p": "typical_p", "repeat_penalty": "repetition_penalty"}

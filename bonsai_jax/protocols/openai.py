@@ -14,12 +14,12 @@ from bonsai_jax.protocols.answers import Head, ServerEvent, Usage
 from bonsai_jax.protocols.errors import FieldError, RequestError
 from bonsai_jax.protocols.fields import (
     MOST_ANSWERS,
-    MOST_NEW,
     SAMPLERS,
     SAMPLING,
     Check,
     between,
     json_object,
+    new_tokens,
     only,
     stop,
     text,
@@ -36,7 +36,7 @@ KINDS = {  # of errors, by status
 }
 LEAST_LOGPROB = -9999.0
 DONE = ServerEvent("[DONE]")
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")  # of reasoning
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")  # of reasoning
 
 
 def _stream_options(name: str, value: Any) -> bool:
@@ -47,10 +47,26 @@ def _stream_options(name: str, value: Any) -> bool:
 COMMON: dict[str, Check] = {
     **SAMPLING,
     **SAMPLERS,
-    **{"model": text, "max_tokens": between(1, MOST_NEW), "stop": stop, "n": between(1, MOST_ANSWERS)},
+    **{"model": text, "max_tokens": new_tokens(1), "stop": stop, "n": between(1, MOST_ANSWERS)},
     **constrained.FIELDS,
     **{"stream": truth, "stream_options": _stream_options, "ignore_eos": truth},
     **{"user": text, "metadata": json_object, "store": truth},  # they do not change answers
+}
+# What clients of other servers may ask for and this one cannot do. Without it they would get another answer.
+REFUSED: dict[str, Check] = {
+    "functions": only([], instead="give tools"),
+    "function_call": only("auto", "none", instead="give tools and tool_choice"),
+    "stop_token_ids": only([], instead="give texts as stop"),
+    "include_stop_str_in_output": only(False, instead="leave it out, and add the stop text to the answer"),
+    "prompt_logprobs": only(instead="ask /v1/completions with echo and logprobs"),
+    "truncate_prompt_tokens": only(instead="shorten the prompt; /tokenize says how long it is"),
+}
+NEW_TURN = (
+    "leave it out; to continue an answer, send /apply-template's text and its beginning to /v1/completions"
+)
+TURNS: dict[str, Check] = {  # of chats
+    "add_generation_prompt": only(True, instead=NEW_TURN),
+    "continue_final_message": only(False, instead=NEW_TURN),
 }
 WHOLE_ONLY = {"stream": only(False)}  # what a batch takes
 

@@ -1,5 +1,6 @@
 """OpenAI's chat completions: POST /v1/chat/completions."""
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,7 +22,7 @@ RESERVED = {"self", "messages", "add_generation_prompt", "bos_token", "eos_token
 TEXTS = {"thought": "reasoning_content", "answer": "content"}  # where events' texts are, by kind
 FIELDS = {
     **openai.COMMON,
-    **{"max_completion_tokens": fields.between(1, fields.MOST_NEW)},
+    "max_completion_tokens": fields.new_tokens(1),
     **{"logprobs": fields.truth, "top_logprobs": fields.between(0, fields.MOST_LOGPROBS)},
 }
 
@@ -50,6 +51,8 @@ def variables(name: str, value: Any) -> dict[str, Any]:
 
 
 SERVED = {
+    **openai.REFUSED,
+    **openai.TURNS,
     "reasoning_effort": fields.one_of(*openai.EFFORTS),
     "chat_template_kwargs": variables,
 }  # not in a batch
@@ -70,12 +73,12 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=[given["messages"]],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         chat=True,
         template=_variables(given),
         **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
-        max_new_tokens=given.get("max_completion_tokens", given.get("max_tokens")),
+        max_new_tokens=given.get("max_completion_tokens") or given.get("max_tokens"),
         stop=given.get("stop", []),
         n=given.get("n", 1),
         ignore_eos=given.get("ignore_eos", False),
@@ -98,7 +101,7 @@ def whole(request: Request, answers: Sequence[Answer], head: Head, usage: Usage)
             "index": index,
             "message": _message(answer),
             "logprobs": _logprobs(request, answer.output.tokens, answer.output.logprobs, head.tokenizer),
-            "finish_reason": _finish(answer.output.finish_reason, bool(answer.calls)),
+            "finish_reason": _finish(answer.output.finish_reason, answer.output.stop, _last(answer)),
         }
         for index, answer in enumerate(answers)
     ]
@@ -122,8 +125,24 @@ def _call(event: Event) -> dict[str, Any]:
     return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
-def _finish(reason: str | None, calls: bool) -> str | None:
-    return "tool_calls" if calls and reason == "stop" else openai.finish(reason)
+def _last(answer: Answer) -> str | None:
+    """The arguments of the last call, as far as they were written; None: there is no call."""
+    return next((event.text for event in reversed(answer.events) if event.kind == "call"), None)
+
+
+def _finish(reason: str | None, stop: str | None, arguments: str | None) -> str | None:
+    """stop: the stop text that ended the answer. arguments: of its last call; None: it has none."""
+    calls = reason == "stop" and arguments is not None and (stop is None or _is_json(arguments))
+    return "tool_calls" if calls else openai.finish(reason)
+
+
+def _is_json(text: str) -> bool:
+    """Whether arguments are whole: those of a call that was cut off are never JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class Stream:
@@ -133,6 +152,7 @@ class Stream:
         self._request, self._head = request, head
         self._frame = openai.frame(head, "chat.completion.chunk", "chatcmpl")
         self._calls = [0] * request.n  # that have begun, by answer
+        self._arguments: list[list[str]] = [[] for _ in range(request.n)]  # of the last of them, in pieces
         self._plain: dict[tuple[int, str], Template] = {}  # of an answer's thoughts and text
 
     def begin(self) -> list[ServerEvent]:
@@ -149,7 +169,9 @@ class Stream:
             chunks.append(self._chunk(part.index, delta, scores))
             scores = None  # they are those of all the text of this part
         if part.finish_reason is not None:
-            finish = _finish(part.finish_reason, self._calls[part.index] > 0)
+            called = self._calls[part.index] > 0
+            arguments = "".join(self._arguments[part.index]) if called else None
+            finish = _finish(part.finish_reason, part.stop, arguments)
             chunks.append(self._chunk(part.index, {}, finish=finish))
         return chunks
 
@@ -169,7 +191,9 @@ class Stream:
         call: dict[str, Any] = {"function": {"arguments": event.text}}
         if event.name is not None:
             self._calls[index] += 1
+            self._arguments[index] = []
             call = _call(event)
+        self._arguments[index].append(event.text)
         return {"tool_calls": [{"index": self._calls[index] - 1, **call}]}
 
     def end(self, usage: Usage) -> list[ServerEvent]:

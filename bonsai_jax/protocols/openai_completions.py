@@ -26,8 +26,9 @@ FIELDS = {
 }
 WHOLE_ONLY = {**openai.WHOLE_ONLY, "echo": fields.only(False)}
 SERVED = {
+    **openai.REFUSED,
     **{"echo": fields.truth, "suffix": fields.only("")},
-    **{"max_tokens": fields.between(0, fields.MOST_NEW)},
+    **{"max_tokens": fields.new_tokens(0)},
 }
 
 
@@ -46,7 +47,7 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=given["prompt"],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         max_new_tokens=most,
         stop=given.get("stop", []),
         n=given.get("n", 1),

@@ -34,7 +34,7 @@ def _message(where: str, value: Any, strict: bool) -> dict[str, Any]:
         elif strict:
             names = ", ".join((*TEXTS, "tool_calls"))
             raise FieldError(f"{where}.{key}", f"not supported; messages have content, {names}")
-    if message.get("tool_calls"):
+    if message.get("tool_calls") or message.get("reasoning_content"):
         message.setdefault("content", "")
     for key in ("role", "content", *(["tool_call_id"] if message.get("role") == "tool" else [])):
         if key not in message:

@@ -20,6 +20,7 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 __all__ = ["PATH", "Stream", "error", "request", "whole"]
 
 PATH = "/v1/responses"
+CHOICES = ("auto", "none", "required")  # of tools, beside one by its name
 NOTHING = [{"role": "user", "content": ""}]  # what clients ask to see whether the server is there
 
 
@@ -34,7 +35,7 @@ def _effort(name: str, value: Any) -> str | None:
 
 def _choice(name: str, value: Any) -> str:
     if isinstance(value, str):
-        return fields.one_of("auto", "none", "required")(name, value)
+        return fields.one_of(*CHOICES)(name, value)
     return fields.text(f"{name}.name", fields.json_object(name, value).get("name"))
 
 
@@ -49,10 +50,10 @@ def _text(name: str, value: Any) -> Constraint | None:
 
 
 FIELDS = {
-    **{name: fields.SAMPLING[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed")},
+    **fields.SAMPLING,
     **fields.SAMPLERS,
     **{"model": fields.text, "input": responses_input.messages, "instructions": fields.text},
-    **{"max_output_tokens": fields.between(1, fields.MOST_NEW), "stream": fields.truth},
+    **{"max_output_tokens": fields.new_tokens(1), "stream": fields.truth},
     **{"tools": responses_input.offered, "tool_choice": _choice, "parallel_tool_calls": fields.truth},
     **{"reasoning": _effort, "text": _text, "metadata": fields.json_object, "store": fields.truth},
     **{"previous_response_id": _stored, "conversation": _stored, "background": fields.only(False)},
@@ -68,14 +69,13 @@ def request(body: Mapping[str, Any], *, strict: bool = False) -> Request:
         path=PATH,
         model=given.get("model"),
         prompts=[with_system([given.get("instructions", "")], given["input"] or NOTHING)],
-        sampling=fields.sampling(given),
+        **fields.sampling(given),
         chat=True,
         template=openai.thinking(given.get("reasoning")),
         **tools.chosen(given.get("tools", []), given.get("tool_choice", "auto"), "tool_choice"),
         parallel_calls=given.get("parallel_tool_calls", True),
         max_new_tokens=given.get("max_output_tokens"),
-        constraint=given.get("text"),
-        constraint_field="text.format",
+        **constrained.chosen(given, {"text": "text.format"}),
         stream=given.get("stream", False),
     )
 
@@ -165,13 +165,18 @@ def _response(
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
         "parallel_tool_calls": request.parallel_calls,
-        "tool_choice": "auto",
+        "tool_choice": _echoed(request.tool_choice),
         "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
         "max_output_tokens": request.max_new_tokens,
         "previous_response_id": None,
         "store": False,
     }
     return own if usage is None else own | {"usage": _usage(usage, head.tokenizer, items)}
+
+
+def _echoed(choice: str) -> Any:
+    """A tool_choice as a request has it."""
+    return choice if choice in CHOICES else {"type": "function", "name": choice}
 
 
 def _usage(own: Usage, tokenizer: Tokenizer, items: Sequence[Item]) -> dict[str, Any]:

@@ -15,9 +15,11 @@ class Request:
     chat       prompts are messages, which the chat template formats
     template   variables of the chat template
     tools      functions that may be called, as OpenAI's chat completions have them
-    tool_choice   "auto", "required", or the name of the function that must be called
+    tool_choice   "auto", "none" (then `tools` is empty), "required", or the name of the function that must
+               be called
     parallel_calls   an answer may have several calls
     sampling   fields of SamplingParams
+    sampling_names   what the body calls those that it has under another name
     max_new_tokens   0 only with echo
     ignore_eos continue after the model's own end tokens
     logprobs   alternatives for each token; None: no log-probabilities
@@ -32,6 +34,7 @@ class Request:
     model: str | None
     prompts: list[Any]
     sampling: dict[str, Any]
+    sampling_names: dict[str, str] = dataclasses.field(default_factory=dict)
     chat: bool = False
     template: dict[str, Any] = dataclasses.field(default_factory=dict)
     tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -106,7 +106,7 @@ def constraint(request: Request, model: Model, ids: list[int], thinks: bool) -> 
         try:
             constraints.compile(must, model.tokenizer, model.config.vocab_size)
         except (ValueError, ImportError) as error:
-            raise FieldError(where, str(error)) from None
+            raise FieldError(where, str(error).removeprefix(f"{must.kind}: ")) from None
     return must
 
 
@@ -244,7 +244,13 @@ def submitted(engine: Engine, request: Request, one: Submission, owner: str = ""
         return engine.submit(one.ids, **one.options, owner=owner, adapter=adapter_name(engine, request))
     except ValueError as error:
         named = (name for name in ("logit_bias", "logprobs") if name in str(error))
-        raise FieldError(next(named, request.where), str(error)) from None
+        raise _refused(request, next(named, None), error) from None
     except NotImplementedError as error:  # in an engine that speculates
         named = (name for name in SAMPLERS if name in request.sampling)
-        raise FieldError(next(named, request.where), str(error)) from None
+        raise _refused(request, next(named, None), error) from None
+
+
+def _refused(request: Request, name: str | None, error: Exception) -> FieldError:
+    """The engine's error about a field of SamplingParams, as the body calls it; None: about the prompts."""
+    message = str(error).removeprefix("SamplingParams: ").removeprefix(f"{name} ")
+    return FieldError(request.where if name is None else request.sampling_names.get(name, name), message)

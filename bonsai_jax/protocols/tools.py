@@ -55,7 +55,7 @@ def chosen(own: list[Tool], choice: str, name: str) -> dict[str, Any]:
     choice  "auto", "none", "required", or the name of the function to be called
     """
     if choice == "none":
-        return {"tools": []}
+        return {"tools": [], "tool_choice": choice}
     names = [tool["function"]["name"] for tool in own]
     if choice not in ("auto", "required", *names) or (choice == "required" and not own):
         raise FieldError(name, f"{choice!r} is none of the functions in tools: {', '.join(names) or 'none'}")

@@ -91,7 +91,7 @@ class Answering:
     @property
     def _head(self) -> Head:
         name = self._adapter or self.service.settings.name
-        return Head(name, self.service.model.tokenizer, self._prompt_tokens)
+        return Head(name, self.service.model.tokenizer, self._prompt_tokens, self._cached_tokens)
 
     @property
     def _adapter(self) -> str | None:

@@ -50,7 +50,10 @@ class Door:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(raw=message["headers"])["x-request-id"] = id
+                headers = MutableHeaders(raw=message["headers"])
+                headers["x-request-id"] = headers["request-id"] = (
+                    id  # as OpenAI's and Anthropic's clients look
+                )
             try:
                 await send(message)
             except Exception as error:  # uvicorn has answered itself: the end of the body was no HTTP

@@ -1,7 +1,8 @@
 """GET /openapi.json: what the server takes and gives, in OpenAPI 3.1. Protocols of agents: openapi_agents.py.
 
-A field that is not listed is ignored. Bounds are those of bonsai_jax/protocols/fields.py. What depends on the
-model (tokens beyond its vocabulary, prompts beyond its context) is a 400 that no schema shows.
+A field that is not listed is ignored, or refused with status 400 (openai.REFUSED). Bounds are those of
+bonsai_jax/protocols/fields.py. What depends on the model (tokens beyond its vocabulary, prompts beyond its
+context) is a 400 that no schema shows.
 """
 
 from typing import get_args
@@ -12,9 +13,12 @@ from bonsai_jax.server import openapi_agents
 from bonsai_jax.server.schemas import (
     CALL,
     IDS,
+    LIMIT,
+    NEW,
     NUMBER,
     OBJECT,
     SAMPLERS,
+    SAMPLING,
     TEXT,
     TOOL,
     TRUTH,
@@ -35,46 +39,37 @@ MESSAGE = closed(
     },
 )
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
-BIASES = {
-    "type": "object",
-    "propertyNames": {"pattern": "^[0-9]{1,10}$"},
-    "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
-    "maxProperties": fields.MOST_BIASES,
-}
+SCHEMA = either(OBJECT, TEXT)  # a text: its JSON
 STRUCTURED = {
-    **{"json": OBJECT, "json_object": {"const": True}, "regex": TEXT, "grammar": TEXT},
+    **{"json": SCHEMA, "json_object": {"const": True}, "regex": TEXT, "grammar": TEXT},
     "choice": listed({"type": "string", "minLength": 1}, 1),
 }
-NEW = between(1, fields.MOST_NEW)
 COMMON = {
     "model": TEXT,
-    "max_tokens": NEW,
-    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
-    "top_p": between(0, 1, "number"),
-    "top_k": between(-1, 2**31 - 1),
-    "min_p": between(0, 1, "number"),
-    "frequency_penalty": between(-(10**6), 10**6, "number"),
-    "presence_penalty": between(-(10**6), 10**6, "number"),
-    "repetition_penalty": between(*fields.REPETITIONS, "number"),
-    "logit_bias": BIASES,
-    "seed": WHOLE,
+    "max_tokens": LIMIT,
+    **SAMPLING,
     **SAMPLERS,
     "stop": either(STOP, {**listed(STOP), "maxItems": fields.MOST_STOPS}),
     "n": between(1, fields.MOST_ANSWERS),
     "ignore_eos": TRUTH,
     "stream": TRUTH,
     "response_format": either(
-        closed({"type": {"enum": ["text", "json_object"]}}),
+        closed({"type": {"const": "text"}}),
+        closed({"type": {"const": "json_object"}}, {"schema": OBJECT}),
         closed({"type": {"const": "json_schema"}, "json_schema": closed({"schema": OBJECT})}),
+        closed({"type": {"const": "json_schema"}, "schema": OBJECT}),
     ),
-    "structured_outputs": either(*(closed({name: schema}) for name, schema in STRUCTURED.items())),
+    "structured_outputs": either(
+        *(closed({name: schema}, {"disable_any_whitespace": TRUTH}) for name, schema in STRUCTURED.items())
+    ),
+    **{f"guided_{name}": schema for name, schema in STRUCTURED.items()},
     **{name: STRUCTURED[name] for name in ("regex", "choice", "grammar")},
-    "json_schema": OBJECT,
+    **{"json_schema": SCHEMA, "ebnf": STRUCTURED["grammar"]},
     "stream_options": closed({}, {"include_usage": TRUTH}),
 }
 VARIABLES = {"chat_template_kwargs": OBJECT}
 CHAT = COMMON | {
-    "max_completion_tokens": NEW,
+    "max_completion_tokens": LIMIT,
     "logprobs": TRUTH,
     "top_logprobs": between(0, fields.MOST_LOGPROBS),
     "reasoning_effort": {"enum": list(openai.EFFORTS)},
@@ -87,7 +82,7 @@ CHAT = COMMON | {
     **VARIABLES,
 }
 COMPLETION = COMMON | {
-    "max_tokens": between(0, fields.MOST_NEW),
+    "max_tokens": between(-1, fields.MOST_NEW),
     "logprobs": between(0, fields.MOST_LOGPROBS),
     "echo": TRUTH,
 }
@@ -121,6 +116,7 @@ ANSWER = closed(
     {"reasoning_content": TEXT, "tool_calls": listed(CALL)},
 )
 VECTOR = closed({"object": {"const": "embedding"}, "index": WHOLE, "embedding": either(TEXT, listed(NUMBER))})
+PIECE = closed({"id": WHOLE, "piece": either(TEXT, listed(WHOLE))})
 POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     openai_chat.PATH: (
         "Answer a chat",
@@ -140,10 +136,14 @@ POSTS: dict[str, tuple[str, Schema, Schema]] = {  # summary, request, answer
     **openapi_agents.POSTS,
     "/tokenize": (
         "Token ids of a text",
-        closed({"content": TEXT}, {"add_special": TRUTH, "parse_special": TRUTH}),
-        closed({"tokens": listed(WHOLE), "count": WHOLE}),
+        closed({"content": TEXT}, dict.fromkeys(("add_special", "parse_special", "with_pieces"), TRUTH)),
+        closed({"tokens": listed(either(WHOLE, PIECE)), "count": WHOLE}),
     ),
-    "/detokenize": ("The text of token ids", closed({"tokens": IDS}), closed({"content": TEXT})),
+    "/detokenize": (
+        "The text of token ids",
+        closed({"tokens": {**IDS, "minItems": 0}}),
+        closed({"content": TEXT}),
+    ),
     "/apply-template": (
         "The text that a chat becomes",
         closed({"messages": listed(MESSAGE, 1)}, VARIABLES),

@@ -3,26 +3,20 @@
 from bonsai_jax.protocols import anthropic_messages, fields, openai, openai_responses
 from bonsai_jax.server.schemas import (
     FUNCTION,
+    LIMIT,
+    NEW,
     NUMBER,
     OBJECT,
     SAMPLERS,
+    SAMPLING,
     TEXT,
     TRUTH,
     WHOLE,
     Schema,
-    between,
     closed,
     either,
     listed,
 )  # fmt: skip
-
-NEW = between(1, fields.MOST_NEW)
-SAMPLING = {
-    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
-    "top_p": between(0, 1, "number"),
-    "top_k": between(-1, 2**31 - 1),
-    **SAMPLERS,
-}
 
 
 def block(kind: str, required: dict[str, Schema], optional: dict[str, Schema] | None = None) -> Schema:
@@ -40,6 +34,7 @@ BLOCK = either(
     block("tool_result", {"tool_use_id": TEXT}, {"content": TEXTS}),
 )
 MESSAGE = closed({"role": {"enum": ["user", "assistant", "system"]}, "content": either(TEXT, listed(BLOCK))})
+FORMAT = closed({"type": {"const": "json_schema"}, "schema": OBJECT})
 PROMPT = {
     "model": TEXT,
     "system": TEXTS,
@@ -49,12 +44,16 @@ PROMPT = {
         closed({"type": {"const": "tool"}, "name": TEXT}),
     ),
     "thinking": closed({"type": {"enum": ["enabled", "adaptive", "disabled"]}}),
-    "output_config": closed({}, {"format": closed({"type": {"const": "json_schema"}, "schema": OBJECT})}),
+    "output_config": closed({}, {"format": FORMAT}),
+    "output_format": FORMAT,
 }
 STOP = {"type": "string", "minLength": 1, "maxLength": fields.LONGEST_STOP}
-ASKED = (
-    PROMPT | SAMPLING | {"stop_sequences": {**listed(STOP), "maxItems": fields.MOST_STOPS}, "stream": TRUTH}
-)
+ASKED = {
+    **PROMPT,
+    **SAMPLING,
+    **SAMPLERS,
+    **{"stop_sequences": {**listed(STOP), "maxItems": fields.MOST_STOPS}, "stream": TRUTH},
+}
 ANSWERED = closed(
     {
         "type": {"const": "message"},
@@ -76,10 +75,12 @@ ITEM = either(
     block("function_call_output", {"call_id": TEXT, "output": PARTS}),
     block("reasoning", {}, {"summary": listed(closed({"text": TEXT}))}),
 )
-RESPONSES = SAMPLING | {
+RESPONSES = {
+    **SAMPLING,
+    **SAMPLERS,
     "model": TEXT,
     "instructions": TEXT,
-    "max_output_tokens": NEW,
+    "max_output_tokens": LIMIT,
     "stream": TRUTH,
     "tools": listed(block("function", {"name": FUNCTION}, {"description": TEXT, "parameters": OBJECT})),
     "tool_choice": either(

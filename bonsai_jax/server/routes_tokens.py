@@ -16,16 +16,21 @@ from bonsai_jax.protocols.submit import check_size, roles
 from bonsai_jax.server import bodies
 from bonsai_jax.server.responses import json_response
 from bonsai_jax.server.service import Service
+from bonsai_jax.tokens.tokenizer import Tokenizer
 
 TOKENIZE = {
     **dict.fromkeys(("content", "prompt"), fields.text),
-    **dict.fromkeys(("add_special", "add_special_tokens", "parse_special"), fields.truth),
+    **dict.fromkeys(("add_special", "add_special_tokens", "parse_special", "with_pieces"), fields.truth),
 }
 TEMPLATE = {"chat_template_kwargs": openai_chat.variables, "tools": openai_chat.TOOLS["tools"]}
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """{"content": TEXT, "add_special": false, "parse_special": true} -> {"tokens": [...], "count": N}"""
+    """{"content": TEXT, "add_special": false, "parse_special": true} -> {"tokens": [...], "count": N}
+
+    "with_pieces": true makes each token {"id": ID, "piece": TEXT}. A piece that is not UTF-8 is a list of its
+    bytes, as in llama-server.
+    """
     given = await _given(service, request, TOKENIZE, "content", "prompt")
     name, tokenizer = "content" if "content" in given else "prompt", service.model.tokenizer
     special = given.get("add_special", given.get("add_special_tokens", False))
@@ -37,14 +42,25 @@ async def tokenize(service: Service, request: Request) -> Response:
         return tokenizer.encode(given[name], add_special=special, parse_special=parse)
 
     tokens = await _called(service, name, encoded)
-    return json_response({"tokens": tokens, "count": len(tokens)})
+    own = [_piece(tokenizer, id) for id in tokens] if given.get("with_pieces") else tokens
+    return json_response({"tokens": own, "count": len(tokens)})
+
+
+def _piece(tokenizer: Tokenizer, id: int) -> dict[str, Any]:
+    data = tokenizer.token_bytes(id)
+    try:
+        return {"id": id, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": id, "piece": list(data)}
 
 
 async def detokenize(service: Service, request: Request) -> Response:
     """{"tokens": [...]} -> {"content": TEXT}, also as `prompt`"""
     given = await _given(service, request, {"tokens": fields.ids}, "tokens")
-    tokenizer = service.model.tokenizer
-    text = await _called(service, "tokens", lambda: tokenizer.decode(given["tokens"], skip_special=False))
+    ids, tokenizer, size = given["tokens"], service.model.tokenizer, service.model.config.vocab_size
+    if (most := max(ids, default=0)) >= size:
+        raise FieldError("tokens", f"token {fields.shown(most)} is beyond the vocabulary of {size}")
+    text = await _called(service, "tokens", lambda: tokenizer.decode(ids, skip_special=False))
     return json_response({"content": text, "prompt": text})
 
 

@@ -32,6 +32,22 @@ def closed(required: dict[str, Schema], optional: dict[str, Schema] | None = Non
 
 
 _SIZE, _SHARE, _COUNT = between(0, MOST, "number"), between(0, 1, "number"), between(0, 2**31 - 1)
+NEW = between(1, fields.MOST_NEW)
+LIMIT = either(NEW, {"const": -1})  # of new tokens; -1: none
+SAMPLING = {  # of every protocol: fields.SAMPLING
+    "temperature": between(0, fields.MOST_TEMPERATURE, "number"),
+    **dict.fromkeys(("top_p", "min_p"), _SHARE),
+    "top_k": between(-1, 2**31 - 1),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), between(-(10**6), 10**6, "number")),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty"), between(*fields.REPETITIONS, "number")),
+    "logit_bias": {
+        "type": "object",
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": between(-fields.MOST_BIAS, fields.MOST_BIAS, "number"),
+        "maxProperties": fields.MOST_BIASES,
+    },
+    "seed": WHOLE,
+}
 SAMPLERS = {  # of every protocol: fields.SAMPLERS
     **dict.fromkeys(("typical_p", "typ_p", "xtc_probability", "xtc_threshold"), _SHARE),
     **dict.fromkeys(("dry_multiplier", "dry_base", "mirostat_tau", "mirostat_eta"), _SIZE),

@@ -9,11 +9,13 @@ from typing import Any
 
 NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 READ = {"type": "object", "properties": {}}  # what templates read of parameters
+NONE = READ | {"additionalProperties": False}  # parameters of a function that has none
 
 
 def checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The tools as chat templates take them: with a description and parameters, which some templates read
-    without looking whether they are there. Fields that are not for the model are left out.
+    without looking whether they are there. Fields that are not for the model are left out. A function without
+    parameters takes no arguments, as in OpenAI's API.
 
     Raises ValueError, which names the field, for anything else.
     """
@@ -35,8 +37,9 @@ def checked(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise ValueError(f"{where}.function.description: expected a text")
         if parameters is not None and not isinstance(parameters, Mapping):
             raise ValueError(f"{where}.function.parameters: expected a JSON schema, which is an object")
-        missing = {key: empty for key, empty in READ.items() if key not in (parameters or {})}
-        parameters = missing | dict(parameters or {})
+        parameters = NONE if parameters is None else parameters
+        missing = {key: empty for key, empty in READ.items() if key not in parameters}
+        parameters = missing | dict(parameters)
         own = {"name": name, "description": description, "parameters": parameters}
         more = {key: value for key, value in function.items() if key not in (*own, "strict")}
         out.append({"type": "function", "function": own | more})

@@ -222,7 +222,7 @@ def test_the_package_openai_reads_the_answers(answers):
         (TEXT, {"prompt": "x", "temperature": -1}, "temperature: is -1; it must lie in 0 to 1000"),
         (TEXT, {"prompt": "x", "top_p": 1.5}, "top_p: is 1.5; it must lie in 0 to 1"),
         (TEXT, {"prompt": "x", "max_tokens": 0}, "max_tokens: 0 does not lie in 1 to"),
-        (TEXT, {"prompt": "x", "n": 1000}, "n: 1000 does not lie in 1 to 128"),
+        (TEXT, {"prompt": "x", "n": 5000}, "n: 5000 does not lie in 1 to 4096"),
         (TEXT, {"prompt": "x", "seed": 0.5}, "seed: 0.5 is not a whole number"),
         (TEXT, {"prompt": "x", "stop": ["a", ""]}, "stop: ['a', ''] is neither a text nor a list of texts"),
         (TEXT, {"prompt": "x", "logit_bias": {"1" * 5000: 1}}, "logit_bias: {'11111"),
@@ -253,8 +253,8 @@ def test_the_package_openai_reads_the_answers(answers):
         ),
         (
             CHAT,
-            {"messages": MESSAGES, "response_format": {"type": "json_object", "schema": {}}},
-            "response_format.schema: not a field of a format of type json_object",
+            {"messages": MESSAGES, "response_format": {"type": "text", "schema": {}}},
+            "response_format.schema: not a field of a format of type text",
         ),
         (
             CHAT,

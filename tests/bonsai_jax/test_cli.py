@@ -128,6 +128,10 @@ def test_answers_match_a_constraint(tmp_path):
         return json.loads(done.stdout)["text"]
 
     assert set(json.loads(text("--json-schema", schema))) <= {1, "é"}
+    assert set(json.loads(text("--json-schema-file", schema))) <= {1, "é"}  # llama.cpp's name
+    own = {"$id": "https://a.example//b", "type": "object", "required": ["a"], "additionalProperties": False}
+    own["properties"] = {"a": {"enum": [1, 2]}}
+    assert json.loads(text("--json-schema", f" {json.dumps(own)}"))["a"] in (1, 2)
     assert re.fullmatch("[0-9]{3}", text("--regex", "[0-9]{3}"))
     assert text("--grammar", grammar) in ("ab", "ac")
     assert text("--choice", "north", "--choice", "south") in ("north", "south")
@@ -216,6 +220,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
             'error: regex: unclosed group, invalid regex "(a"',
         ),
         (("generate", "x", "--regex", "a", "--choice", "b"), 2, "--regex and --choice: give one of them"),
+        (("generate", "x", "--json-schema", '{"type": '), 1, "error: json_schema: schema is not JSON"),
         (("generate", "x", "--json-schema", "BLANK"), 1, "error: json_schema: schema is not JSON"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
         (("bench", "-m", TINY, "-p", "many"), 2, "'many' is not a list of sizes"),

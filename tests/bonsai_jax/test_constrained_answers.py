@@ -199,6 +199,16 @@ def test_a_shared_beginning_is_read_once(engine):
     assert first.tokens == second.tokens and first.cached_tokens == 0 and second.cached_tokens >= 39
 
 
+def test_forced_tokens_that_are_cached_are_not_of_the_prompt(engine):
+    """They are read with it, so the prefix cache has both."""
+    ids, forced = prompt(12, 78), bj.regex("a text that no token can leave (x|y)")
+    first, second = (
+        engine.submit(ids, GREEDY, max_new_tokens=40, constraint=forced).result(60) for _ in range(2)
+    )
+    assert first.tokens == second.tokens and len(first.tokens) > len(ids)
+    assert first.cached_tokens == 0 and second.cached_tokens == len(ids) - 1
+
+
 def test_a_cancelled_answer_leaves_others_alone(engine):
     handles = [engine.submit(prompt(9, i), NOISE, max_new_tokens=60, constraint=WORDS) for i in range(4)]
     next(iter(handles[1]))

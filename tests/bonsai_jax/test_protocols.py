@@ -2,18 +2,28 @@
 
 import itertools
 import json
+from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from openai.types import ReasoningEffort
 
 import bonsai_jax as bj
 from bonsai_jax.engine.answers import Output, Piece
-from bonsai_jax.protocols import openai_chat, openai_completions
+from bonsai_jax.engine.engine import MOST_ANSWERS
+from bonsai_jax.protocols import (
+    anthropic_messages,
+    fields,
+    openai_chat,
+    openai_completions,
+    openai_responses,
+)
 from bonsai_jax.protocols.answers import Head, Parser, ServerEvent, Timings, Usage, answer
 from bonsai_jax.protocols.errors import FieldError, RequestError
+from bonsai_jax.server import openapi, schemas
 from checkpoints import open_checkpoint
-from tests.bonsai_jax.command_line import TINY
+from tests.bonsai_jax.command_line import TINY, run
 
 TOKENIZER = bj.Tokenizer.from_checkpoint(open_checkpoint(TINY))
 HI = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -105,10 +115,107 @@ def test_impossible_values_name_the_field(protocol, body, message):
     assert str(caught.value).startswith(message) and message.startswith(caught.value.param)
 
 
+ANTHROPIC = HI | {"max_tokens": 9}
+ASKS = {  # a request of each protocol
+    "chat": (openai_chat, HI),
+    "completions": (openai_completions, {"prompt": "a"}),
+    "responses": (openai_responses, {"input": "Hi"}),
+    "messages": (anthropic_messages, ANTHROPIC),
+}
+
+
+@pytest.mark.parametrize("name", ASKS)
+def test_every_protocol_takes_all_of_sampling_and_other_names(name):
+    protocol, body = ASKS[name]
+    odd = {"logit_bias": {"7": 2}, "dry_sequence_breakers": ["x"], "mirostat": 2}
+    own = {field: odd.get(field, 1) for field in (*fields.SAMPLING, *fields.SAMPLERS)}
+    got = protocol.request(body | own).sampling
+    assert set(got) == set(own) - set(fields.OTHER_NAMES) and got["logit_bias"] == {7: 2}
+    for other, field in fields.OTHER_NAMES.items():
+        assert protocol.request(body | {other: 0.5}).sampling == {field: 0.5}
+        for both in ({other: 0.5, field: 0.25}, {field: 0.25, other: 0.5}):
+            assert protocol.request(body | both).sampling == {field: 0.25}
+        with pytest.raises(FieldError, match=f"^{other}: is -1") as caught:
+            protocol.request(body | {other: -1})
+        assert field not in str(caught.value)
+    seeds = [protocol.request(body | {"seed": seed}).sampling["seed"] for seed in (-1, 0, -2)]
+    assert seeds == [None, 0, -2]  # -1: a new one
+
+
+def test_the_servers_description_has_all_of_sampling():
+    assert schemas.SAMPLING.keys() == fields.SAMPLING.keys()
+    assert schemas.SAMPLERS.keys() == fields.SAMPLERS.keys()
+    for path, (_, body, _) in openapi.POSTS.items():
+        if path in {protocol.PATH for protocol, _ in ASKS.values()}:
+            assert fields.SAMPLING.keys() | fields.SAMPLERS.keys() <= body["properties"].keys(), path
+
+
+def test_no_limit_of_new_tokens():
+    """llama.cpp's -1."""
+    for protocol, body, names in (
+        (openai_chat, HI, ("max_tokens", "max_completion_tokens")),
+        (openai_completions, {"prompt": "a"}, ("max_tokens",)),
+        (openai_responses, {"input": "Hi"}, ("max_output_tokens",)),
+    ):
+        for name in names:
+            assert protocol.request(body | {name: -1}).max_new_tokens is None
+            for wrong in (-2, -1.0, True if name == "max_output_tokens" else 0.5):
+                with pytest.raises(FieldError, match=f"^{name}: "):
+                    protocol.request(body | {name: wrong})
+    both = HI | {"max_completion_tokens": -1, "max_tokens": 5}
+    assert openai_chat.request(both).max_new_tokens == 5
+
+
+ASKED = (openai_chat, HI), (openai_completions, {"prompt": "a"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy", "fine"),
+    [
+        ("functions", [{"name": "f"}], "give tools", []),
+        ("function_call", {"name": "f"}, "give tools and tool_choice", "auto"),
+        ("stop_token_ids", [2], "give texts as stop", []),
+        ("include_stop_str_in_output", True, "add the stop text", False),
+        ("prompt_logprobs", 0, "ask /v1/completions with echo and logprobs", None),
+        ("truncate_prompt_tokens", 5, "shorten the prompt", None),
+        ("add_generation_prompt", False, "to continue an answer, send", True),
+        ("continue_final_message", True, "to continue an answer, send", False),
+    ],
+)
+def test_what_other_servers_can_do_is_refused_with_a_remedy(name, value, remedy, fine):
+    for protocol, body in ASKED[: 1 if "continue an answer" in remedy else 2]:
+        protocol.request(body | {name: fine})
+        with pytest.raises(FieldError, match=rf"^{name}: .* is not supported; .*{remedy}") as caught:
+            protocol.request(body | {name: value})
+        assert caught.value.param == name
+
+
+def test_an_assistant_may_only_have_thought():
+    said = {"role": "assistant", "content": None, "reasoning_content": "Hm."}
+    (messages,) = openai_chat.request({"messages": [*HI["messages"], said]}).prompts
+    assert messages[1] == {"role": "assistant", "content": "", "reasoning_content": "Hm."}
+    with pytest.raises(FieldError, match=r"messages\[0\].content: missing"):
+        openai_chat.request({"messages": [{"role": "assistant", "content": None}]})
+
+
 def test_effort_is_a_variable_of_the_template():
     assert openai_chat.request(HI | {"reasoning_effort": "none"}).template == {"enable_thinking": False}
     own = openai_chat.request(HI | {"reasoning_effort": "low", "chat_template_kwargs": {"a": 1}}).template
     assert own == {"enable_thinking": True, "reasoning_effort": "low", "a": 1}
+
+
+@pytest.mark.parametrize("effort", get_args(get_args(ReasoningEffort)[0]))
+def test_every_effort_of_openais_package_is_taken(effort):
+    assert openai_chat.request(HI | {"reasoning_effort": effort}).template["enable_thinking"] is (
+        effort != "none"
+    )
+    openai_responses.request({"input": "Hi", "reasoning": {"effort": effort}})
+
+
+def test_limits_of_fields_are_those_of_the_engine_and_the_command():
+    assert fields.MOST_ANSWERS == MOST_ANSWERS
+    got = run("serve", "--logit-biases", fields.MOST_BIASES + 1)
+    assert got.exit_code == 2 and f"less than or equal to {fields.MOST_BIASES}" in got.stderr
 
 
 def test_timings_count_tokens_that_were_read():

@@ -38,11 +38,12 @@ def replicas(mark: str) -> set[int]:
 
 
 @contextlib.contextmanager
-def served(folder: Path) -> Iterator[tuple[str, str]]:
-    """`serve run` with a file of settings: the address, and the mark of its processes."""
+def served(folder: Path, **more: int) -> Iterator[tuple[str, str]]:
+    """`serve run` with a file of settings: the address, and the mark of its processes. more: Arguments"""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     arguments = {"model": TINY, "replicas": 2, "context": 256, "batch_size": 2, "warmup": False}
+    arguments |= more
     application = {"name": "default", "route_prefix": "/", "import_path": "deploy.ray_serve:build"}
     options = {"host": "127.0.0.1", "port": port}
     settings = {"http_options": options, "applications": [{**application, "args": arguments}]}
@@ -124,3 +125,25 @@ def test_a_replica_that_is_killed_loses_no_request(tmp_path):
         while (after := numbers(url, PROMPTS[0]))["bonsai_running"]:
             assert time.monotonic() < ends
         assert 0 < after["bonsai_new_tokens_total"] - before["bonsai_new_tokens_total"] < 200
+
+
+@pytest.mark.slow
+def test_errors_have_the_form_and_the_status_of_a_servers(tmp_path):
+    pytest.importorskip("ray.serve", exc_type=ImportError)
+    messages = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200}
+    with served(tmp_path, replicas=1, max_queue=1, max_body=1) as (url, _):
+
+        def ask(path: str, body: dict) -> httpx.Response:
+            return httpx.post(f"{url}{path}", json=body, timeout=300)
+
+        long = ask("/v1/messages", {"messages": "x" * 1_100_000})
+        assert long.status_code == 413 and long.json()["error"]["type"] == "request_too_large"
+        long = ask("/v1/completions", {"prompt": "x" * 1_100_000})
+        assert long.status_code == 413 and long.json()["error"]["type"] == "invalid_request_error"
+        asked = [("/v1/messages", messages), ("/v1/completions", BODY | {"prompt": "x", "max_tokens": 200})]
+        with concurrent.futures.ThreadPoolExecutor(24) as threads:
+            got = list(threads.map(ask, *zip(*(asked * 12), strict=True)))
+        assert {answer.status_code for answer in got} == {200, 429}
+        full = [answer for answer in got if answer.status_code == 429]
+        assert len(full) > 4 and all(answer.headers["retry-after"] == "1" for answer in full)
+        assert {answer.json().get("type") for answer in full} == {"error", None}  # Anthropic's form, OpenAI's

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
-from anthropic import Anthropic
+from anthropic import Anthropic, BadRequestError
 from prometheus_client.parser import text_string_to_metric_families
 
 import bonsai_jax as bj
@@ -145,6 +145,18 @@ def test_n_answers_and_several_prompts_are_those_of_their_seeds(model, client):
     assert [choice.text for choice in again.choices] == [output.text for output in expected]
 
 
+def test_a_seed_of_minus_one_is_a_new_one_whatever_the_servers_is(model):
+    hot = bj.SamplingParams(1.0, top_k=0, top_p=1.0, min_p=0.0, seed=3, temperature_first=True)
+    with serving(model, sampling=hot) as served:
+
+        def text(**more) -> str:
+            body = {"prompt": ONCE, "max_tokens": 16, "ignore_eos": True, **more}
+            return served.post("/v1/completions", **body).json()["choices"][0]["text"]
+
+        assert text() == text() == text(seed=3) == text(seed=None)
+        assert len({text(seed=-1), text(seed=-1), text()}) == 3
+
+
 def test_penalties_biases_and_stops_reach_the_engine(model, client):
     free = client.completions.create(model="any", prompt=ONCE, max_tokens=8, **GREEDY).choices[0].text
     stop = free[2:4]
@@ -159,6 +171,9 @@ def test_penalties_biases_and_stops_reach_the_engine(model, client):
     )
     expected = bj.generate(model, [ONCE], max_new_tokens=8, sampling=params)[0].text
     assert got.choices[0].text == expected != free
+    more = {"repeat_penalty": 1.3}  # llama.cpp's name
+    got = client.completions.create(model="any", prompt=ONCE, max_tokens=8, **GREEDY, **how, extra_body=more)
+    assert got.choices[0].text == expected
 
 
 def test_logprobs_are_those_of_generate(model, client):
@@ -268,6 +283,36 @@ def test_tokens_and_templates(model, server):
     prompt = server.post("/apply-template", messages=HI).json()["prompt"]
     assert prompt == model.tokenizer.apply_chat_template(HI)
     assert server.post("/tokenize").json()["error"]["param"] == "content"
+
+
+def test_tokens_with_their_pieces_and_back(model, server):
+    """As llama-server has them: bytes where a piece is no text."""
+    text = ONCE + " é漢"
+    ids = model.tokenizer.encode(text, add_special=False)
+    got = server.post("/tokenize", content=text, with_pieces=True).json()
+    assert [one["id"] for one in got["tokens"]] == ids and got["count"] == len(ids)
+    pieces = [one["piece"] for one in got["tokens"]]
+    assert {type(piece) for piece in pieces} == {str, list}
+    whole = b"".join(bytes(piece) if isinstance(piece, list) else piece.encode() for piece in pieces)
+    assert whole.decode().lstrip() == text
+    assert server.post("/tokenize", content=text, with_pieces=False).json()["tokens"] == ids
+    assert server.post("/detokenize", tokens=[]).json() == {"content": "", "prompt": ""}
+    size = model.config.vocab_size
+    assert server.post("/detokenize", tokens=[5, size - 1]).status_code == 200
+    error = server.post("/detokenize", tokens=[5, size]).json()["error"]
+    assert error["message"] == f"tokens: token {size} is beyond the vocabulary of {size}"
+
+
+def test_an_answers_number_is_in_the_headers_of_both_clients(server):
+    for path in ("/v1/messages", "/v1/completions"):
+        headers = server.post(path).headers
+        assert headers["request-id"] == headers["x-request-id"]
+    with (
+        Anthropic(base_url=server.url, api_key="none", max_retries=0) as client,
+        pytest.raises(BadRequestError) as caught,
+    ):
+        client.messages.create(model="any", max_tokens=1, messages=[])
+    assert caught.value.request_id == caught.value.response.headers["x-request-id"]
 
 
 def test_models_are_listed_in_both_forms(server):

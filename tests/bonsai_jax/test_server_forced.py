@@ -63,6 +63,21 @@ def test_a_call_that_is_required_is_made_and_keeps_to_its_schema(client, seed):
     assert validated(choice.message) == ["trip"] and choice.message.content is None
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_function_without_parameters_gets_no_arguments(server, client, seed):
+    """OpenAI's package: "Omitting parameters defines a function with an empty parameter list"."""
+    bare = {"type": "function", "function": {"name": "ping"}}
+    how = {"seed": seed, "temperature": 1.0, "max_tokens": 100}
+    for tool in (bare, {**bare, "function": {"name": "ping", "parameters": None}}):
+        asked = {"model": "any", "messages": ASKED, "tools": [tool], "parallel_tool_calls": False}
+        got = client.chat.completions.create(**asked, **how, tool_choice="required").choices[0]
+        assert [call.function.arguments for call in got.message.tool_calls] == ["{}"]
+    body = {"messages": ASKED, "tools": [{"name": "ping"}], "tool_choice": {"type": "any"}, **how}
+    body["tool_choice"]["disable_parallel_tool_use"] = True
+    blocks = server.post("/v1/messages", **body).json()["content"]
+    assert [block["input"] for block in blocks if block["type"] == "tool_use"] == [{}]
+
+
 def test_streamed_and_by_the_other_apis(server, client):
     how = {**CHAT, "parallel_tool_calls": False, "tool_choice": "required"}
     with client.chat.completions.stream(**how) as stream:
@@ -91,6 +106,25 @@ def test_an_answer_that_must_be_json_is(client):
     )
 
 
+def test_the_cache_never_has_more_of_a_prompt_than_the_prompt(server, client):
+    """Forced tokens are read with it: the name of a property, longer than what is new in the prompt."""
+    name = "a property whose name is long, and of which no token is left to the model"
+    schema = {"type": "object", "properties": {name: {"enum": [1, 2]}}, "required": [name]}
+    schema["additionalProperties"] = False
+    form = {"format": {"type": "json_schema", "schema": schema}}
+    used = []
+    for _ in range(2):
+        body = {"messages": ASKED, "max_tokens": 200, "output_config": form}
+        used.append(server.post("/v1/messages", **body).json()["usage"])
+    assert all(usage["input_tokens"] >= 1 for usage in used) and used[1]["cache_read_input_tokens"] > 0
+    whole = [usage["input_tokens"] + usage["cache_read_input_tokens"] for usage in used]
+    how = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    got = client.chat.completions.create(model="any", messages=ASKED, max_tokens=200, response_format=how)
+    assert whole == [got.usage.prompt_tokens] * 2
+    assert 0 < got.usage.prompt_tokens_details.cached_tokens < got.usage.prompt_tokens
+    assert got.model_extra["timings"]["prompt_n"] >= 1
+
+
 DATE = r"(19|20)[0-9]{2}-(0[1-9]|1[0-2])"
 SUMS = 'start: NUMBER (" + " NUMBER)~1..3\nNUMBER: /[1-9][0-9]/'
 GBNF = 'root ::= number " + " number\nnumber ::= [1-9] [0-9]'
@@ -100,6 +134,17 @@ WAYS = {
     "regex": ({"regex": DATE}, DATE),
     "lark": ({"grammar": SUMS}, r"[1-9]\d( \+ [1-9]\d){1,3}"),
     "gbnf": ({"grammar": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "json text": ({"json_schema": json.dumps(TRIP)}, None),
+    "ebnf": ({"ebnf": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "json_object schema": ({"response_format": {"type": "json_object", "schema": TRIP}}, None),
+    "json_schema schema": ({"response_format": {"type": "json_schema", "schema": TRIP}}, None),
+    "guided json": ({"guided_json": TRIP, "guided_regex": None}, None),
+    "guided json text": ({"guided_json": json.dumps(TRIP)}, None),
+    "guided regex": ({"guided_regex": DATE}, DATE),
+    "guided choice": ({"guided_choice": ["yes", "no"]}, "yes|no"),
+    "guided grammar": ({"guided_grammar": GBNF}, r"[1-9]\d \+ [1-9]\d"),
+    "vllm json text": ({"structured_outputs": {"json": json.dumps(TRIP)}}, None),
+    "vllm white space": ({"structured_outputs": {"json": TRIP, "disable_any_whitespace": False}}, None),
     "vllm json": ({"structured_outputs": {"json": TRIP}}, None),
     "vllm choice": ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
     "vllm regex": ({"structured_outputs": {"regex": DATE, "choice": None}}, DATE),
@@ -125,10 +170,43 @@ def test_answers_match_what_other_servers_fields_ask_for(client, way):
             assert re.fullmatch(expression, answer)
 
 
-def test_any_json_object_can_be_asked_for_as_of_vllm(client):
-    how = {"structured_outputs": {"json_object": True}}
+OBJECTS = (
+    {"structured_outputs": {"json_object": True}},
+    {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+    {"guided_json_object": True},
+    {"response_format": {"type": "json_object", "schema": {}}},
+    {"response_format": {"type": "json_object", "schema": None}},
+)
+
+
+@pytest.mark.parametrize("how", OBJECTS)
+def test_any_json_object_can_be_asked_for_in_several_ways(client, how):
     got = client.chat.completions.create(model="any", messages=ASKED, max_tokens=20, extra_body=how)
     assert got.choices[0].message.content.startswith("{")
+
+
+def test_anthropics_older_field_of_a_format(server):
+    form = {"type": "json_schema", "schema": TRIP}
+    body = {"messages": ASKED, "max_tokens": 200}
+    got = server.post("/v1/messages", **body, output_format=form).json()
+    jsonschema.validate(json.loads(got["content"][0]["text"]), TRIP)
+    two = server.post("/v1/messages", **body, output_format=form, output_config={"format": form})
+    assert two.status_code == 400
+    assert two.json()["error"]["message"] == "output_format: cannot be combined with output_config"
+    wrong = server.post("/v1/messages", **body, output_format={**form, "schema": WRONG}).json()
+    assert wrong["error"]["message"].startswith("output_format: ")
+    wrong = server.post("/v1/messages", **body, output_format={"type": "json_object"}).json()
+    assert wrong["error"]["message"] == "output_format.type: 'json_object' is none of json_schema"
+
+
+def test_an_empty_grammar_is_none(client):
+    """llama-server's default, which its clients send."""
+    how = {"model": "any", "messages": ASKED, "max_tokens": 4, "temperature": 0}
+    texts = [
+        client.chat.completions.create(**how, extra_body=more).choices[0].message.content
+        for more in ({}, {"grammar": ""}, {"structured_outputs": {"grammar": ""}})
+    ]
+    assert len(set(texts)) == 1
 
 
 WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
@@ -161,6 +239,25 @@ WRONG = {"type": "object", "properties": {"a": {"type": 3}}}
         ({"extra_body": {"structured_outputs": {"json_object": False}}}, "structured_outputs.json_object"),
         ({"extra_body": {"structured_outputs": {"json": []}}}, "structured_outputs.json"),
         ({"extra_body": {"structured_outputs": {"json": WRONG}}}, "structured_outputs"),
+        ({"extra_body": {"structured_outputs": {"json": "{"}}}, "structured_outputs.json"),
+        ({"extra_body": {"structured_outputs": {"disable_any_whitespace": True}}}, "structured_outputs"),
+        (
+            {"extra_body": {"structured_outputs": {"regex": "a", "disable_any_whitespace": 1}}},
+            "structured_outputs.disable_any_whitespace",
+        ),
+        ({"extra_body": {"ebnf": "root ::= nothing"}}, "ebnf"),
+        ({"extra_body": {"ebnf": "root ::= 'a'", "grammar": "root ::= 'a'"}}, "ebnf"),
+        ({"extra_body": {"guided_json": "[1]"}}, "guided_json"),
+        ({"extra_body": {"guided_json": '{"a":' * 5000 + "1" + "}" * 5000}}, "guided_json"),
+        ({"extra_body": {"guided_json": WRONG}}, "guided_json"),
+        ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
+        ({"extra_body": {"guided_choice": "a"}}, "guided_choice"),
+        ({"response_format": {"type": "json_object", "schema": WRONG}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": [1]}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "schema": TRIP, "json_schema": {"schema": TRIP}}},
+            "response_format.schema",
+        ),
         (
             {"extra_body": {"structured_outputs": {"whitespace_pattern": " "}}},
             "structured_outputs.whitespace_pattern",

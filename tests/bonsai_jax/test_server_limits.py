@@ -91,7 +91,8 @@ FIELDS = {
             "chat_template_kwargs",
             "response_format",
         ),
-        *("structured_outputs", "json_schema", "regex", "choice", "grammar"),
+        *("structured_outputs", "json_schema", "regex", "choice", "grammar", "ebnf", "guided_json"),
+        *("guided_choice", "guided_json_object", "repeat_penalty", "functions", "stop_token_ids"),
     ),
     TEXT: (
         "prompt",
@@ -106,7 +107,7 @@ FIELDS = {
         "logit_bias",
     ),
     "/v1/embeddings": ("input", "encoding_format", "dimensions", "pooling"),
-    "/tokenize": ("content", "add_special", "parse_special"),
+    "/tokenize": ("content", "add_special", "parse_special", "with_pieces"),
     "/detokenize": ("tokens",),
     "/apply-template": ("messages", "chat_template_kwargs"),
 }
@@ -366,6 +367,30 @@ def test_no_token_can_be_drawn(server):
     bias = {str(token): -100 for token in range(17)}
     answer = server.post(TEXT, prompt="Once", max_tokens=1, logit_bias=bias)
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "logit_bias"
+
+
+def test_more_biases_than_the_server_takes(server):
+    answer = server.post(TEXT, prompt="Once", max_tokens=1, logit_bias={str(i): 1 for i in range(17)})
+    assert answer.status_code == 400 and answer.json()["error"]["message"] == (
+        "logit_bias: names 17 tokens, and the engine has room for 16; name fewer, or give "
+        "Engine(logit_biases=), which is --logit-biases of a server"
+    )
+    answer = server.post(TEXT, prompt="Once", max_tokens=1, logit_bias={"999999": 1})
+    assert answer.json()["error"]["message"].startswith("logit_bias: names token 999999; the vocabulary has")
+
+
+def test_a_request_may_have_as_many_answers_as_the_server_says(model):
+    with serving(model, rows=4, max_answers=200) as served:
+        answer = served.post(TEXT, prompt="Once", max_tokens=1, n=200)
+        assert len(answer.json()["choices"]) == 200
+        assert served.post(TEXT, prompt="Once", max_tokens=1, n=201).json()["error"]["param"] == "n"
+
+
+def test_beside_speculation_a_sampler_is_refused_as_the_body_names_it(model):
+    with serving(model, rows=1, engine={"speculate": "ngram"}) as served:
+        for name in ("typ_p", "typical_p", "xtc_probability"):
+            error = served.post(TEXT, prompt="Once", max_tokens=1, **{name: 0.5}).json()["error"]
+            assert error["param"] == name and error["message"].startswith(f"{name}: min_tokens, DRY, ")
 
 
 def test_large_bodies_that_arrive_at_once_are_limited(server):

@@ -9,6 +9,8 @@ import openai
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.protocols import openai_responses
+from bonsai_jax.protocols.answers import Head
 from tests.bonsai_jax.command_line import TINY
 from tests.bonsai_jax.scripted import limit, scripts, with_template
 from tests.bonsai_jax.serving import serving
@@ -102,6 +104,26 @@ def test_chat_without_calls_and_with_one(server):
         assert cut.finish_reason == "length"
         with pytest.raises(ValueError):  # nobody runs half a call
             json.loads(cut.message.tool_calls[0].function.arguments)
+
+
+@pytest.mark.parametrize(
+    ("script", "stop", "reason", "count"),
+    [
+        (CUT, "Rome", "stop", 1),  # within its arguments
+        (CUT, "{", "stop", 0),
+        (TWO, "</tool_call>", "tool_calls", 1),  # after them
+        (TWO, "Rome", "tool_calls", 1),  # the second is no call without its name, which comes later
+        (TWO, "I look", "stop", 0),
+        (TWO, "zzz", "tool_calls", 2),
+    ],
+)
+def test_a_call_that_a_stop_text_cuts_off_is_not_to_be_run(server, script, stop, reason, count):
+    how = {**CHAT, "max_tokens": limit(script), "stop": stop}
+    with server.openai() as client:
+        (whole,) = client.chat.completions.create(**how).choices
+        chunks = list(client.chat.completions.create(**how, stream=True))
+        assert whole.finish_reason == chunks[-1].choices[0].finish_reason == reason
+        assert len(whole.message.tool_calls or []) == count
 
 
 def test_chat_goes_on_with_results_and_finds_the_turn_before_in_the_cache(server):
@@ -209,6 +231,14 @@ def test_responses_with_openais_client(server):
         assert items(stream.get_final_response().output) == ITEMS and "response.output_text.delta" in kinds
 
 
+@pytest.mark.parametrize("choice", ["auto", "none", "required", {"type": "function", "name": "now"}])
+def test_a_response_says_which_tool_choice_it_had(choice):
+    request = openai_responses.request({"input": "Hi", "tools": FUNCTIONS, "tool_choice": choice})
+    head = Head("any", None, 1)
+    stream = openai_responses.Stream(request, head)
+    assert [event.data["response"]["tool_choice"] for event in stream.begin()] == [choice] * 2
+
+
 def test_responses_are_what_openais_types_say(server):
     from openai.types.responses import Response
 
@@ -298,6 +328,17 @@ def test_messages_streamed(server):
             return await stream.get_final_message()
 
     assert said(asyncio.run(wait()).content) == BLOCKS
+
+
+def test_a_stream_says_at_its_start_what_was_cached(server):
+    body = {**CLAUDE, "max_tokens": limit(HELLO), "stream": True}
+    server.post("/v1/messages", **body)
+    lines = server.post("/v1/messages", **body).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    (first,) = (event["message"]["usage"] for event in events if event["type"] == "message_start")
+    (last,) = (event["usage"] for event in events if event["type"] == "message_delta")
+    assert first["cache_read_input_tokens"] > 0 and first["output_tokens"] == 0
+    assert first | {"output_tokens": last["output_tokens"]} == last
 
 
 def test_messages_go_on_with_results_whatever_changes_in_the_head(server):
