@@ -55,7 +55,7 @@ def product(n, k, matrices, rows, layers=36):
     gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 or layers == 1 else None
     chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
     kernel = {kernel.name: kernel for kernel in (RowByRow, Rounds, Ring)}[chosen]
-    f = functools.partial(bit_decode, kernel=kernel, eps=1e-6)
+    f = functools.partial(bit_decode, kernel=kernel, n=n, eps=1e-6)
     x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)
 
@@ -175,7 +175,7 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, act
     def f(x, weights, gamma, residual, rotation):
         return int_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            rotation=rotation, activation=activation, activation_bits=bits,
+            rotation=rotation, activation=activation, activation_bits=bits, n=n,
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
