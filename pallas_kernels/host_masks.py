@@ -59,7 +59,7 @@ def receive(
     waits    False: this row has no letter to wait for, and every token is allowed
     words    of a mask
     Returns the masks, where bit i % 32 of word i // 32 says whether token i is allowed (all zeros for a row
-    that is held), and which rows are to draw: those that do not wait, and those with the letter DRAW.
+    with the letter HOLD), and which rows are to draw: those that do not wait, and those with the letter DRAW.
     On a CPU Python waits (jax.experimental.io_callback); engines there send masks with their draws.
     """
     if device.platform() == "cpu":

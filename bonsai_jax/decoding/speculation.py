@@ -65,14 +65,14 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
     return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
 
 
-# The time of a step of so many tokens of all rows, relative to that of one: the 8B in Q1_0 on an H200, layers
-# in one launch (docs/performance.md); more than 256 in proportion.
+# How long a step takes, by the number of tokens that it reads in all, relative to a step of one: the 8B in
+# Q1_0 on an H200, with its layers in one launch (docs/performance.md). Beyond 256 it grows in proportion.
 TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
 KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
-ALONE = 4  # plain steps behind one look for proposals, where no row trusts them
-TRUSTED = 0.5
+ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
+TRUSTED = 0.5  # from here on a row looks at each step: most of its next tokens will be proposed
 
 
 def widths(most: int) -> list[int]:
@@ -339,9 +339,13 @@ def _alone(
     limit: Int[Array, ""],
     logprobs: int | None,
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
-    """At most `limit` plain steps, of each row as far as it has tokens `left` to draw, until a token is one
-    that was proposed for its place. Returns their number, in how many each row drew a token, and what was
-    drawn, [B, W or ALONE]."""
+    """Up to `limit` plain steps without reading proposals. They end early when a token is drawn that was
+    proposed for its place, because proposals may pay again.
+
+    left   tokens that each row may still draw
+    Returns the number of steps, the number in which each row drew a token, and what was drawn,
+    [B, max(W, ALONE)].
+    """
     rows, most = len(left), max(proposals.shape[1] + 1, ALONE)
     expected = jnp.pad(proposals, ((0, 0), (0, most - proposals.shape[1])), constant_values=NO_TOKEN)
 
@@ -354,12 +358,8 @@ def _alone(
 
     def body(carry):
         j, steps, state, out, _ = carry
-        runs, remaining, table, sampler = (
-            running(j, state),
-            state.remaining,
-            state.sampler.table,
-            state.sampler,
-        )
+        runs, remaining = running(j, state), state.remaining
+        sampler, table = state.sampler, state.sampler.table
         if rows > 1:  # one row alone does not wait
             sampler = sampling.without_tables(sampler, ~runs)
         state, *drawn = plain(state.replace(remaining=jnp.where(runs, remaining, 0), sampler=sampler))

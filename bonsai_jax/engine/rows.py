@@ -6,7 +6,7 @@ Pages stay in the pool; the host sends the block tables with each call. So a few
 whichever rows they are. Over a mesh each device has a pool, with rows and pages of its own.
 
 The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool:
-a draw is told which of them each row has (Sampler.table). A table is emptied where a request with penalties
+a draw gets the number of each row's (Sampler.table). A table is emptied where a request with penalties
 starts, so for others it holds what earlier requests left, and nobody reads it.
 
 A pool with State.chain has programs of its own, which run while a request uses one of its samplers.

@@ -71,8 +71,7 @@ def beside_adapter(schedule: str, params: Params, rows: int, config: ModelConfig
 
 
 def reads_together(schedule: str, params: Params, rows: int, tokens: int, config: ModelConfig) -> bool:
-    """Whether a schedule that was planned for so many rows has room for as many of which `tokens` neighbours
-    are one sequence's."""
+    """Whether a schedule still has room for its rows if each `tokens` neighbours belong to one sequence."""
     if schedule != "one_launch" or config.experts is not None:
         return True
     return _shapes(params, rows, config, None, tokens).refuses() is None

@@ -163,7 +163,7 @@ class NewToken(LayerShare):
                             layout.store_scale(scale, refs, at[:-1])
 
     def _angles(self, row, part):
-        """cos and sin, at a row's position, of the pairs of which this lane has dimensions."""
+        """cos and sin at a row's position, for the pairs of dimensions that this lane turns."""
         plan, refs = self.plan, self.cache.rotation
         if plan.interleaved:
             return [memory.load_reals(PART // 2, ref, [row, part * (PART // 2)]) for ref in refs]
@@ -207,7 +207,7 @@ class NewToken(LayerShare):
         return self.begin + (self.plan.heads + which * self.plan.tokens) * self.plan.head_dim
 
     def _token_place(self, token, at, each: int = 1):
-        """The place of a token's, of which the first's begins at `at`, and which takes so many words."""
+        """Where a token's words begin, if the first token's begin at `at` and each token has `each` words."""
         return at if self.plan.tokens == 1 else token * each + at
 
     @property

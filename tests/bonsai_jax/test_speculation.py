@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import jitted, proposers, sampling, speculation
+from bonsai_jax.decoding import jitted, proposers, sampling, speculation, steps
 from bonsai_jax.decoding.proposers import ngram
 from bonsai_jax.decoding.state import Speculation
 from bonsai_jax.network import decoder
@@ -213,6 +213,45 @@ def test_a_text_that_repeats_takes_few_steps():
     )
     assert [o.tokens for o in got] == [o.tokens for o in want]
     assert [o.steps for o in want] == [39, 39] and max(o.steps for o in got) < 32
+
+
+def scripted(script, monkeypatch) -> tuple[int, int]:
+    """The steps of an answer that is this script, and how often n-grams were looked up. The prompt is 40
+    tokens that differ."""
+    model, prompt, looks = tiny(), np.arange(60, 100, dtype=np.int32), []
+    propose = ngram.propose
+
+    def counted(*arguments):
+        jax.debug.callback(lambda: looks.append(1))
+        return propose(*arguments)
+
+    monkeypatch.setattr(ngram, "propose", counted)
+    new = len(script)
+    state = bj.new_state(model, 1, 40 + new, ROWS[0], new + 1, ignore_eos=True, speculate="ngram")
+    state, *_ = jitted.prefill(model.params, state, prompt[None], np.array([40], np.int32), model.config)
+    script, s = jnp.asarray(script, jnp.int32), state.speculation
+    s = s.replace(ids=s.ids.at[:, 40].set(script[0]))
+    state = state.replace(tokens=script[:1], speculation=s)
+
+    def forced(logits, state):
+        token = script[jnp.clip(state.cache.lengths - 40, 0, new - 1)]
+        return logits + 1e6 * jax.nn.one_hot(token, logits.shape[1])
+
+    options = {"config": model.config, "limit": new, "size": new - 1, "logits_processor": forced}
+    state, drawn, _ = jax.jit(functools.partial(steps.decode, **options))(model.params, state)
+    jax.effects_barrier()
+    np.testing.assert_array_equal(drawn[0], script[1:])
+    return int(state.speculation.steps[0]), len(looks)
+
+
+def test_texts_are_looked_up_as_often_as_it_pays(monkeypatch):
+    """At each step while proposals are trusted, so that few steps are lost behind a token that nothing
+    foresees; else at every fourth."""
+    free = np.arange(200, 241)
+    assert scripted(free, monkeypatch) == (40, 10)
+    edits = np.where(np.arange(40) % 8 == 7, free[:40], np.arange(60, 100))
+    made, looks = scripted(edits, monkeypatch)
+    assert made < 18 and looks == made
 
 
 def test_frequencies_are_those_of_the_distribution():

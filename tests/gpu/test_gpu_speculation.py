@@ -38,8 +38,11 @@ def models(request):
 
 
 def log_p(model, cache_dtype, pieces, lengths) -> list[np.ndarray]:
-    """[row, token, vocabulary] behind the tokens of each piece, int32 [rows, tokens] of which a row has so
-    many, of those read in turn."""
+    """Log-probabilities [row, token, vocabulary] after each token of the pieces, which are read in turn.
+
+    pieces   int32 [rows, tokens] each
+    lengths  of each piece, how many of its tokens each row has
+    """
     rows, run = len(pieces[0]), dataclasses.replace(model.run, cache_dtype=cache_dtype)
     cache, out = kv.empty(model.config, run, rows, CONTEXT), []
     for piece, own in zip(pieces, lengths, strict=True):
@@ -52,8 +55,8 @@ def log_p(model, cache_dtype, pieces, lengths) -> list[np.ndarray]:
 @pytest.mark.parametrize(("keys", "cache_dtype"), CACHES)
 @pytest.mark.parametrize(("rows", "tokens"), SHAPES)
 def test_a_step_of_several_tokens_is_as_many_plain_steps(rows, tokens, keys, cache_dtype, models):
-    """Sequences of different lengths, some of which read fewer tokens; and the step after it, which reads the
-    keys that it has stored."""
+    """Sequences of different lengths, and some read fewer tokens. The step after it reads the keys that it
+    has stored."""
     ids = np.random.default_rng(keys + rows).integers(0, 2000, (rows, keys + tokens + 1)).astype(np.int32)
     prompt, several, last = np.split(ids, [keys, keys + tokens], axis=1)
     prompts = [keys - i % 5 for i in range(rows)]

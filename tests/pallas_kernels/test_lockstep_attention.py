@@ -25,8 +25,8 @@ attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated", "sc
 
 
 def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed, tokens=1):
-    """Arguments of `attend`, for one token a row behind so many keys; -1: the row has ended. `tokens`
-    neighbouring rows are one sequence's."""
+    """Arguments of `attend` for one token a row. lengths: keys that each row has stored, -1 for a row that has
+    ended; tokens: neighbouring rows that belong to one sequence."""
     rng = np.random.default_rng(D + H + page_size)
     L, B, pages = 2, len(lengths), -(-(max(lengths) + 1) // page_size) + 1
     sequences = B // tokens
@@ -122,7 +122,7 @@ def test_attention_in_lockstep_is_the_reference(
 
 
 def check(most, layout, lengths, page_size, args, rest, tokens=1):
-    """The kernel on so many multiprocessors in lockstep, against the reference."""
+    """The kernel in lockstep, on a GPU with this number of multiprocessors, against the reference."""
     want = attend_jit(*args, **rest)
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
         got = attend(*args, **rest, tokens=tokens, impl="decode")
