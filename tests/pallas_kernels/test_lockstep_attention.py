@@ -25,8 +25,11 @@ attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated", "sc
 
 
 def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed, tokens=1):
-    """Arguments of `attend` for one token a row. lengths: keys that each row has stored, -1 for a row that has
-    ended; tokens: neighbouring rows that belong to one sequence."""
+    """Arguments of `attend` for one token a row.
+
+    lengths  keys that each row has stored; -1: the row has ended
+    tokens   neighbouring rows that belong to one sequence
+    """
     rng = np.random.default_rng(D + H + page_size)
     L, B, pages = 2, len(lengths), -(-(max(lengths) + 1) // page_size) + 1
     sequences = B // tokens
