@@ -265,7 +265,7 @@ def one_launch(problem: Step) -> str | None:
 def _one_launch_with_experts(problem: Step) -> str | None:
     if reason := _since_ampere(problem) or _several_phases(problem) or _in_tiles(problem, {"int"}):
         return reason
-    if reason := _plain_scores(problem.attention) or _plain(problem):
+    if reason := _plain_scores(problem.attention) or _plain(problem) or _whole_steps(problem):
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
@@ -359,11 +359,16 @@ def _turned(problem: Attention) -> str | None:
 
 
 def _in_tiles(problem: Step, families: set[str]) -> str | None:
-    """Why not all products are of formats of these families and of whole steps of columns, or None."""
+    """Why not all products are of formats of these families, or None."""
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if others := _others_than(families, problem.layers):
         return f"not all layers' weights have {1 if 'bit' in families else 2} to 8 bits: {others}"
+    return None
+
+
+def _whole_steps(problem: Step) -> str | None:
+    """Why not all products have whole steps of columns, or None."""
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
         if size % TILE_COLUMNS:

@@ -130,7 +130,10 @@ def experts_layers(
     """
     hidden, page_size, kv_heads, head_dim = x.shape[1], *cache_layouts.shape(inputs.k_pages)[2:]
     phases = [
-        [Phase(*combination) for combination in zip(*each, strict=True)]
+        [
+            Phase(parts, of, parts[0][0]["words"].shape[2] * TILE_COLUMNS)
+            for parts, of in zip(*each, strict=True)
+        ]
         for each in zip(weights, formats_of, strict=True)
     ]
     q, ffn = phases[OUT][0].columns, phases[DOWN][0].columns

@@ -42,7 +42,7 @@ from pallas_kernels.matmul.int_mma.decode_block import Block, scratch
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words
+from pallas_kernels.step.layer_products_plan import Fields, Planned, phases_of, plan, rotated_words
 from pallas_kernels.step.layer_products_stream import ResidualStream, meet_if_idle, with_idle_blocks
 from pallas_kernels.tiles import TILE_ROWS
 
@@ -89,7 +89,7 @@ def layer_products(
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
-    phases = [Phase(*phase) for phase in zip(weights, formats_of, strict=True)]
+    phases = phases_of(weights, formats_of, attended.shape[1], hidden)
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
     planned = plan(phases, rows, bits, eps, rotated, activation, post_norms is not None)

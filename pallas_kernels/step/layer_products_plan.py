@@ -16,7 +16,7 @@ from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.activations_summed import MOST_STEPS
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
-from pallas_kernels.tiles import TILE_COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 # Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md). 1-bit weights have
 # small slots, so more of them: as many bytes as two of Q3_K. No GPU has chosen that number yet.
@@ -25,14 +25,17 @@ Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: sta
 
 
 class Phase(NamedTuple):
-    """A product's weights: rows below rows (two matrices each for SwiGLU), and the format of each part."""
+    """A product's weights: rows below rows (two matrices each for SwiGLU), the format of each part, and how
+    many columns they have."""
 
     parts: tuple[tuple[Fields, ...], ...]
     formats: tuple[str, ...]
+    columns: int
 
     @property
-    def columns(self) -> int:
-        return self.parts[0][0]["words"].shape[2] * TILE_COLUMNS
+    def steps(self) -> int:
+        """Of 256 columns, the last of which may go on behind them."""
+        return -(-self.columns // TILE_COLUMNS)
 
 
 class Planned(NamedTuple):
@@ -67,7 +70,7 @@ def plan(
     for warps in (16, 12, 8):
         sizes = [
             int_decode_plan.scratch_bytes(
-                parts, len(phase.parts[0]), phase.columns // TILE_COLUMNS, padded, warps, bits
+                parts, len(phase.parts[0]), phase.steps, padded, warps, bits
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
@@ -82,9 +85,8 @@ def plan(
         depth = min(most_slots, left // (warps * slot_bytes))
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
-            steps = phase.columns // TILE_COLUMNS
             tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
-            idle += tiles * -(-steps // warps) * warps
+            idle += tiles * -(-phase.steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):
             best = idle, warps, depth
     if best is None:
@@ -98,6 +100,14 @@ def plan(
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip
     return Planned(products, depth, slot_bytes)
+
+
+def phases_of(weights, formats_of, width: int, hidden: int) -> list[Phase]:
+    """Of a launch's weights, whose o has so many columns and whose other products that read x `hidden`."""
+    gate_up = weights[1]
+    ffn = sum(fields["words"].shape[1] for fields, *_ in gate_up) * TILE_ROWS
+    columns = (width, hidden, ffn, hidden)
+    return [Phase(*phase) for phase in zip(weights, formats_of, columns[: len(weights)], strict=True)]
 
 
 def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
@@ -139,6 +149,7 @@ def phase_of(parts, columns: int, matrices: int = 1) -> Phase:
     return Phase(
         tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
         tuple(format for format, _ in parts),
+        columns,
     )
 
 

@@ -32,6 +32,10 @@ CASES = [
     (2, 512, 1024, 512, "pq2_0", "pq2_0", "ptq1_0", None, 5, 8, None),
     (1, 512, 1024, 256, "q1_0", "q1_0", "q1_0", [("q1_0", 320)], 7, 8),
     (1, 512, 768, 512, "q4_k", "q1_0", "q6_k", [("q1_0", 256), ("q8_0", 64)], 9, 8),
+    (1, 576, 1536, 576, "q4_1", "q4_1", "q4_1", [("q4_1", 960)], 36, 8),  # SmolLM2
+    (1, 320, 640, 96, "q5_0", "q4_1", "q8_0", [("q4_0", 64), ("iq4_nl", 32)], 5, 8),  # all as integers
+    (2, 288, 1056, 544, "q8_0", "mxfp4", "q4_0", [("q5_1", 96)], 6, 16),
+    (2, 384, 640, 128, "q1_0", "q1_0", "q1_0", [("q1_0", 192)], 4, 8),
 ]  # fmt: skip
 
 
@@ -80,11 +84,11 @@ def test_products_in_one_launch_are_those_of_launches(case):
         for of, rotation in zip((parts[0], parts[1][:1], *parts[2:]), (*rotations, None), strict=False)
     )
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
+        phases = layer_products.phases_of(weights, formats, width, hidden)
         planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
         assert planned is not None
         integers = layer_products_stacks.rounded_vectors([o_], (gate_, gate_, down_), [qkv_], rows)
-        assert all(integers) == (case is CASES[0])
+        assert all(integers) == (case in (CASES[0], CASES[11]))
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
             tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=bits, rounded=integers,
@@ -209,7 +213,7 @@ def test_a_norm_of_what_is_added_is_in_the_launch(case):
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     words = layer_products.workspace_words(rows, hidden, ffn)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
+        phases = layer_products.phases_of(weights, formats, width, hidden)
         planned = layer_products.plan(phases, rows, bits, EPS, post_norms=True)
         assert planned is not None
         got = layer_products.layer_products(

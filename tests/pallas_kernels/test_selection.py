@@ -293,8 +293,6 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
         ({"split": True}, "devices that share weights must add their parts"),
         ({"rows": 16}, "integers of 16 rows of 12288 activations leave no room"),
-        ({"hidden": 896}, "hidden is 896 wide, no multiple of 256"),
-        ({"widths": (4096, 4096, 896)}, "q is 896 wide, no multiple of 256"),
         ({"folded": True}, "blocks do not rotate 4096 inputs of q6_k, rows: 1"),
         ({"folded": True, "layers": Q1_LAYERS}, "blocks do not rotate 4096 inputs of q1_0, rows: 1"),
         ({"folded": True, "post_norms": True}, "which blocks that rotate activations do not have"),

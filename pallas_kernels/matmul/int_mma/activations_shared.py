@@ -9,7 +9,8 @@
            the sums of q over the group's halves, two s16
 
 The loads of one pass are on their way while the pass before it is worked on. Passes behind a warp's last step
-are done again, and count nothing.
+are done again, and count nothing. Behind a matrix's last column are weights of 0, in scale groups of their own:
+lanes that have these take the last eight columns again.
 """
 
 import functools
@@ -75,7 +76,21 @@ class WarpActivations(NamedTuple):
 
     def columns(self, step: list) -> list:
         """Of steps, the first of this lane's columns."""
-        return [index(v * TILE_COLUMNS + as_value(self.lane) * 8) for v in step]
+        first = [self._first_column(v) for v in step]
+        if self.sizes.columns % TILE_COLUMNS:
+            first = [minimum(column, self.sizes.columns - 8) for column in first]
+        return [index(column) for column in first]
+
+    def counts(self, s, step):
+        """Whether this lane's columns of the warp's step s, which is `step`, are some of the matrix, and not
+        taken before."""
+        own = s < self.share.own_steps
+        if self.sizes.columns % TILE_COLUMNS == 0:
+            return own
+        return own & (self._first_column(step) < self.sizes.columns)
+
+    def _first_column(self, step):
+        return step * TILE_COLUMNS + as_value(self.lane) * 8
 
     def load(self, s):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
@@ -118,7 +133,7 @@ class WarpActivations(NamedTuple):
         step, x, gammas = passes
         for u in range(self.at_once):
             for row in range(self.sizes.rows):
-                v, counts = x[u, row], s + u < self.share.own_steps
+                v, counts = x[u, row], self.counts(s + u, step[u])
                 if self.rounded:
                     low, high, scale, x_squares = v
                     squares[row] = squares[row] + select(counts, memory.untagged(x_squares), 0.0)

@@ -54,14 +54,15 @@ class SummedActivations(NamedTuple):
     def store(self, first_pass, q, stats) -> list:
         """As WarpActivations has it, of the sum."""
         gammas, x, scale, (step, y, norm_gammas) = first_pass
-        factors, columns = self._factors(y), self.added.columns(step)
+        counts = [self.added.counts(integer(u), at) for u, at in enumerate(step)]
+        factors, columns = self._factors(y, counts), self.added.columns(step)
         sums = {}
         for (u, row), x_8 in zip(self.added.places, x, strict=True):
             terms = zip(x_8, y[u, row], gammas[u], strict=True)
             sums[u, row] = [a + gamma * (b * factors[row]) for a, b, gamma in terms]
             if scale is not None:
                 sums[u, row] = [v * scale for v in sums[u, row]]
-            with lanes.when(self._counts(u)):
+            with lanes.when(counts[u]):
                 self.post_norm.keep(sums[u, row], row, columns[u])
         none = [real(0)] * self.added.sizes.rows
         return self.added.store_pass(none, integer(0), (step, sums, norm_gammas), q, stats)
@@ -70,18 +71,12 @@ class SummedActivations(NamedTuple):
         """As WarpActivations has it."""
         self.added.barrier()
 
-    def _counts(self, u: int):
-        """Whether the warp has a step u."""
-        return integer(u) < self.added.share.own_steps
-
-    def _factors(self, y: dict) -> list:
-        """1 / rms(y) of each row, of which each warp has a part."""
+    def _factors(self, y: dict, counts: list) -> list:
+        """1 / rms(y) of each row, of which each warp has a part; counts: of the warp's steps."""
         sizes, smem = self.added.sizes, self.post_norm.squares_smem
         warps = sizes.plan.warps
         for row in range(sizes.rows):
-            squares = [
-                select(self._counts(u), sum_of_squares(y[u, row]), 0.0) for u in range(self.added.at_once)
-            ]
+            squares = [select(has, sum_of_squares(y[u, row]), 0.0) for u, has in enumerate(counts)]
             memory.store(lanes.warp_sum_real(total(squares)), smem, index(self.warp) + row * warps)
         lanes.block_barrier()
         factors = []

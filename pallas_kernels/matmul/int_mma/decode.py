@@ -170,11 +170,7 @@ def int_decode(
     Returns float32 [rows, N]. Activations are quantized here, symmetric per scale group.
     """
     rows, columns = x.shape
-    steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
-    if columns < steps * TILE_COLUMNS:
-        padding = ((0, 0), (0, steps * TILE_COLUMNS - columns))
-        x = jnp.pad(x, padding)
-        gamma = None if gamma is None else jnp.pad(gamma, padding)
+    matrices = len(weights[0])
     planned = int_decode_plan.plan(weights, rows, formats_of, activation_bits, rotated=rotation is not None)
     if planned is None:
         raise NotImplementedError(
