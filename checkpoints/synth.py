@@ -162,6 +162,10 @@ MODELS = {
     "bonsai-1.7b": _Model(
         "qwen3", 28, 2048, 6144, 16, 8, 128, 151669, 32768, 1e6, True, 151643, yarn=(4.0, 8192)
     ),
+    # The demo model's; widths that are no multiples of 256.
+    "smollm2-135m": _Model(
+        "llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 1e5, True, 1, "smollm", norm_eps=1e-5
+    ),
     # Its weights are tied; Qwen's own GGUF files have the matrix twice all the same, in two formats.
     "qwen2.5-1.5b": _Model("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e6, False, 151643),
     "bonsai-27b": _Model(
