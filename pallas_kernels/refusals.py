@@ -246,13 +246,15 @@ def _many_queries(problem: Attention) -> str | None:
 def one_launch(problem: Step) -> str | None:
     if problem.experts is not None:
         return _one_launch_with_experts(problem)
+    if problem.layers is not None and not _others_than({"int"}, problem.layers):
+        return _one_launch_of_integers(problem)
     if _older_than(problem.platform, 90):
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if reason := _several_phases(problem):
         return reason
     if problem.layers is None or (others := _others_than({"bit"}, problem.layers)):
         others = "" if problem.layers is None else f": {others}"
-        return f"not all layers' weights are Q1_0, joined by layer{others}"
+        return f"not all layers' weights are Q1_0, or not all of 2 to 8 bits, joined by layer{others}"
     if reason := _plain_scores(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
@@ -262,15 +264,36 @@ def one_launch(problem: Step) -> str | None:
     return _in_this_share(Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses())
 
 
-def _one_launch_with_experts(problem: Step) -> str | None:
+def _one_launch_of_integers(problem: Step) -> str | None:
+    if reason := _int_layers(problem):
+        return reason
+    if problem.rows > 1:
+        return f"of weights of 2 to 8 bits it is for one row: {problem.rows} leave no room for weights"
+    from pallas_kernels.step import int_layers_plan  # only GPUs need it
+
+    assert problem.layers is not None
+    a = problem.attention
+    heads = a.heads, a.kv_heads, a.head_dim
+    reason = int_layers_plan.refuses(problem.hidden, problem.ffn, heads, problem.bits, problem.layers)
+    return _in_this_share(reason)
+
+
+def _int_layers(problem: Step) -> str | None:
+    """Why layers with weights of 2 to 8 bits are not one launch, whatever mixes their channels, or None."""
     if reason := _since_ampere(problem) or _several_phases(problem) or _in_tiles(problem, {"int"}):
         return reason
-    if reason := _plain_scores(problem.attention) or _plain(problem) or _whole_steps(problem):
+    if reason := _plain_scores(problem.attention) or _plain(problem):
+        return reason
+    if (problem.attention.rotated or 0) % 64:
+        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns multiples of 64"
+    return None
+
+
+def _one_launch_with_experts(problem: Step) -> str | None:
+    if reason := _int_layers(problem) or _whole_steps(problem):
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
-    if (problem.attention.rotated or 0) % 64:
-        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns multiples of 64"
     from pallas_kernels.step import experts_plan  # only GPUs need it
 
     assert problem.layers is not None and problem.experts is not None

@@ -18,8 +18,9 @@ from bonsai_jax.network.adapter import beside
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import Place, joined_product
 from bonsai_jax.network.params import Params
-from pallas_kernels import Adapted, QTensor, device
+from pallas_kernels import Adapted, QTensor, device, formats
 from pallas_kernels.attention import empty_workspace
+from pallas_kernels.qtensor import leaves
 from pallas_kernels.step.inputs import StepChanges, StepInputs
 from pallas_kernels.step.low_rank_plan import NO_CHANGES
 
@@ -37,21 +38,24 @@ def one_launch(
     inputs = _step_inputs(cache, place_of, config)
     (mixer,), sizes = params.layers["attention"], config.attention
     interleaved = sizes.rope.interleaved
-    if config.experts is not None:
-        from pallas_kernels.step import experts_layers  # only GPUs need it
+    if not _is_1_bit(params):
+        (w,) = params.layers["mlp" if config.experts is None else "experts"]
+        qkv = joined_product(x, mixer.qkv, place_of(0, sizes), mixer.norm)[:, 0]
+        stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)  # five: see problems.Step
+        rest = {"eps": config.rms_norm_eps, "interleaved": interleaved}
+        if (e := config.experts) is None:
+            from pallas_kernels.step import int_layers  # only GPUs need it
 
-        (w,), e = params.layers["experts"], config.experts
-        y, k_pages, v_pages = experts_layers.run(
-            joined_product(x, mixer.qkv, place_of(0, sizes), mixer.norm)[:, 0],
-            x[:, 0],
-            (*mixer.qkv, mixer.o, w.gate, w.up, w.down),  # five: see problems.Step
-            w.router,
-            inputs,
-            experts=experts_layers.Experts(e.count, e.used, e.normalized),
-            eps=config.rms_norm_eps,
-            interleaved=interleaved,
-            activation=e.activation,
-        )
+            activation = config.mlp.activation
+            out = int_layers.run(qkv, x[:, 0], stacks, inputs, activation=activation, **rest)
+        else:
+            from pallas_kernels.step import experts_layers  # only GPUs need it
+
+            experts = experts_layers.Experts(e.count, e.used, e.normalized)
+            out = experts_layers.run(
+                qkv, x[:, 0], stacks, w.router, inputs, experts=experts, activation=e.activation, **rest
+            )
+        y, k_pages, v_pages = out
         return y[:, None], _with_pages(cache, k_pages, v_pages)
     from pallas_kernels.step.decode_layers import decode_layers  # only GPUs need it
 
@@ -65,16 +69,22 @@ def one_launch(
 
 def beside_adapter(schedule: str, params: Params, rows: int, config: ModelConfig) -> str:
     """The schedule in place of one that was planned without the adapter that params have."""
-    if schedule != "one_launch" or config.experts is not None:
+    if schedule != "one_launch" or not _is_1_bit(params):
         return "launches"
     return "launches" if _shapes(params, rows, config, _changes(params)).refuses() else schedule
 
 
 def reads_together(schedule: str, params: Params, rows: int, tokens: int, config: ModelConfig) -> bool:
     """Whether a schedule still has room for its rows if each `tokens` neighbours belong to one sequence."""
-    if schedule != "one_launch" or config.experts is not None:
+    if schedule != "one_launch" or not _is_1_bit(params):
         return True
     return _shapes(params, rows, config, None, tokens).refuses() is None
+
+
+def _is_1_bit(params: Params) -> bool:
+    """Whether one launch is that of 1-bit weights: those of all products are (problems.Step)."""
+    (mixer,) = params.layers["attention"]
+    return all(formats.family(piece.format) == "bit" for piece in leaves(mixer.o))
 
 
 def _bit_stacks(params: Params) -> list[QTensor]:

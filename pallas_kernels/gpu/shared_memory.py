@@ -7,6 +7,14 @@ BARRIER_BYTES = 8
 OWN_BYTES = 16  # a static byte of Mosaic's, and what aligns the rest behind it
 
 
+CUDA_BYTES = 1024  # that CUDA takes of a multiprocessor for each block on it
+
+
+def bytes_of_block(most: int, at_once: int) -> int:
+    """Of `most`, what one block alone may have (device.shared_bytes), if so many share a multiprocessor."""
+    return (most + CUDA_BYTES) // at_once - CUDA_BYTES
+
+
 def bytes_taken(*buffers: int, barriers: int = 0) -> int:
     """Of a block of threads, with scratch buffers of so many bytes and so many of Pallas's barriers; to be
     compared with what a device has (device.shared_bytes)."""

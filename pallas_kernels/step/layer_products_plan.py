@@ -69,9 +69,7 @@ def plan(
     best = None
     for warps in (16, 12, 8):
         sizes = [
-            int_decode_plan.scratch_bytes(
-                parts, len(phase.parts[0]), phase.steps, padded, warps, bits
-            )
+            int_decode_plan.scratch_bytes(parts, len(phase.parts[0]), phase.steps, padded, warps, bits)
             for phase, parts in zip(phases, placed, strict=True)
         ]
         taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]

@@ -33,7 +33,7 @@ from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import choose
-from pallas_kernels.step import experts_layers, layer_products, layer_products_plan
+from pallas_kernels.step import experts_layers, int_layers, layer_products, layer_products_plan
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from pallas_kernels.step.inputs import StepChanges, StepInputs
 from pallas_kernels.step.low_rank_plan import NO_CHANGES
@@ -311,20 +311,53 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
         stacks(of, *sizes)
         for of, sizes in zip(combinations, [(q,), (hidden, 2, 128), (ffn, 1, 128), (hidden,)], strict=True)
     )
-    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    integers = functools.partial(vector, dtype=jnp.int32)
-    cache = pages_of(layout, layers, pages, 64, 4, 128)
     f = functools.partial(
         experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
         formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
     )  # fmt: skip
-    return f, (
-        vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
-        vector(layers, 128, hidden),
-        StepInputs(
-            *(vector(layers, hidden),) * 2, None, (vector(layers, 128),) * 2, (vector(1, 64),) * 2,
-            cache, cache, integers(1, pages), integers(1),
-        ),
+    vectors, inputs = _of_one_row(layers, hidden, (32, 4, 128), pages, layout)
+    return f, (*vectors, weights, _where(layers), _vector(layers, 128, hidden), inputs)
+
+
+def one_launch_of_integers(
+    layers, o, gate_up, down, qkv, hidden=4096, ffn=12288, heads=(32, 8, 128), layout="bfloat16", bits=8
+):
+    """All layers of a step of the 8B, or of another model: formats of o, of gate and up, and, for each
+    combination that layers have, of down, and the parts of q, k and v."""
+
+    def stacks(combinations, k, matrices=1):
+        stack = lambda format, n: tiles_of(format, n, k, layers // len(combinations))  # noqa: E731
+        return tuple(tuple((stack(*part),) * matrices for part in parts) for parts in combinations)
+
+    combinations = [[[(o, hidden)]], [[(gate_up, ffn)]], [[(format, hidden)] for format in down], qkv]
+    sizes = [(heads[0] * heads[2],), (hidden, 2), (ffn,), (hidden,)]
+    weights = tuple(stacks(of, *each) for of, each in zip(combinations, sizes, strict=True))
+    f = functools.partial(
+        int_layers.int_layers, eps=1e-6, interleaved=False, bits=bits, rounded=(bits == 8,) * 3,
+        formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
+    )  # fmt: skip
+    vectors, inputs = _of_one_row(layers, hidden, heads, 34, layout)
+    return f, (*vectors, weights, _where(layers), inputs)
+
+
+def _vector(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _where(layers):
+    """The combination and the place of each product's matrices, by layer."""
+    return _vector(4, layers, 2, dtype=jnp.int32)
+
+
+def _of_one_row(layers, hidden, heads, pages, layout):
+    """q, k and v, and x; StepInputs with so many pages."""
+    query_heads, kv_heads, head_dim = heads
+    cache = pages_of(layout, layers, pages, 64, kv_heads, head_dim)
+    width = (query_heads + 2 * kv_heads) * head_dim
+    return (_vector(1, width), _vector(1, hidden)), StepInputs(
+        *(_vector(layers, hidden),) * 2, None, (_vector(layers, head_dim),) * 2,
+        (_vector(1, head_dim // 2),) * 2, cache, cache, _vector(1, pages, dtype=jnp.int32),
+        _vector(1, dtype=jnp.int32),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ from tests.pallas_kernels.aot_kernels import (
     of_rows,
     one_launch,
     one_launch_of_experts,
+    one_launch_of_integers,
     product,
     products_between,
     rotated,
@@ -221,6 +222,18 @@ HOT_ON_HOPPER = {
     ),
     "one launch, A3B, float16": lambda: one_launch_of_experts(
         48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
+    ),
+    "one launch, 8B, Q4_K_M": lambda: one_launch_of_integers(
+        36, "q4_k", "q4_k", ["q6_k", "q4_k"], [[("q4_k", 5120), ("q6_k", 1024)], [("q4_k", 6144)]]
+    ),
+    "one launch, 8B, Q2_K": lambda: one_launch_of_integers(
+        36, "q3_k", "q2_k", ["q3_k"], [[("q2_k", 5120), ("q3_k", 1024)]]
+    ),
+    "one launch, SmolLM2": lambda: one_launch_of_integers(
+        30, *["q4_1"] * 2, ["q4_1"], [[("q4_1", 960)]], 576, 1536, (9, 3, 64)
+    ),
+    "one launch, 8B, Q8_0, 16 bits, int8": lambda: one_launch_of_integers(
+        36, *["q8_0"] * 2, ["q8_0"], [[("q8_0", 6144)]], layout="int8", bits=16
     ),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),

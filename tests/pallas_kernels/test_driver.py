@@ -102,8 +102,8 @@ def test_a_driver_that_does_not_know_shares_is_no_error(gpu, library):
 
 @pytest.mark.parametrize(
     ("problem", "schedule", "fits", "refused"),
-    [(STEP, "one_launch", 128, 66), (KQ_STEP, "layer_products", 66, None), (MOE_STEP, "one_launch", 66, 6)],
-    ids=["one_launch", "layer_products", "experts"],
+    [(STEP, "one_launch", 128, 66), (KQ_STEP, "one_launch", 66, None), (MOE_STEP, "one_launch", 66, 6)],
+    ids=["one_launch", "integers", "experts"],
 )
 def test_a_persistent_launch_fits_the_share_or_is_refused(problem, schedule, fits, refused, monkeypatch):
     """Of an 8B model in one launch: half of an H200 has no room for a layer's weights."""

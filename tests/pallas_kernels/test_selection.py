@@ -16,6 +16,7 @@ from checkpoints.synth import MODELS
 from pallas_kernels import attend, device, formats, matmul, quantize, refusals, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
 from pallas_kernels.selection import choose, explain, for_device, products
+from pallas_kernels.step import int_layers_plan
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
@@ -256,9 +257,9 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"attention": dataclasses.replace(STEP.attention, sinks=True)}, "softmax has a sink"),
         (
             {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
-            "not all layers' weights are Q1_0, joined by layer: q4_k",
+            "not all layers' weights are Q1_0, or not all of 2 to 8 bits, joined by layer: q4_k",
         ),
-        ({"layers": None}, "not all layers' weights are Q1_0, joined by layer"),
+        ({"layers": None}, "not all layers' weights are Q1_0, or not all of 2 to 8 bits, joined by layer"),
         ({"split": True}, "devices that share weights must add their parts"),
         ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
         ({"folded": True}, "the kernel has plain attention, without gates, and weights that are not folded"),
@@ -301,11 +302,56 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 )
 def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
-    assert choose(KQ_STEP) == "layer_products"
+    assert choose(dataclasses.replace(KQ_STEP, rows=2)) == "layer_products"
     problem = dataclasses.replace(KQ_STEP, **change)
-    assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms")
+    all_1_bit = problem.layers is Q1_LAYERS
+    assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms") or all_1_bit
     with pytest.raises(NotImplementedError, match=f"schedule='layer_products' cannot run .*{reason}"):
         choose(problem, impl="layer_products")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
+        ({"rows": 2}, "of weights of 2 to 8 bits it is for one row: 2 leave no room"),
+        ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
+        ({"attention": dataclasses.replace(STEP.attention, rotated=32)}, "turns multiples of 64"),
+        ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
+        ({"post_norms": True}, "what attention or the feed-forward adds is normed first"),
+        ({"split": True}, "devices that share weights must add their parts"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+    ],
+)
+def test_layers_of_integers_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert choose(KQ_STEP) == "one_launch"
+    problem = dataclasses.replace(KQ_STEP, **change)
+    assert choose(problem) != "one_launch"
+    with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
+        choose(problem, impl="one_launch")
+
+
+def test_layers_of_integers_whose_widths_are_no_multiples_of_256_are_one_launch(monkeypatch):
+    """SmolLM2's."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    layer = tuple((("q4_1", n),) for n in (960, 576, 1536, 1536, 576))
+    attention = dataclasses.replace(STEP.attention, heads=9, kv_heads=3, head_dim=64)
+    problem = dataclasses.replace(STEP, hidden=576, ffn=1536, layers=(layer,) * 30, attention=attention)
+    assert selection.schedules(problem)[:2] == ((1, "one_launch"), (2, "layer_products"))
+
+
+@pytest.mark.parametrize("sizes", [(2560, 9728, (32, 8, 128)), (4096, 12288, (32, 8, 128))], ids=["4B", "8B"])
+def test_no_block_has_something_to_do_in_some_layers_alone(sizes, monkeypatch):
+    """It would run ahead to a layer whose words have the tag of an earlier one's: 4B in Q4_K_M hung so."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    hidden, ffn, heads = sizes
+    whole, mixed = layer_of(["q4_k"] * 5, hidden, ffn), layer_of(["q4_k"] * 4 + ["q6_k"], hidden, ffn)
+    layers = ((("q4_k", 6144),), *whole[1:]), ((("q4_k", 5120), ("q6_k", 1024)), *mixed[1:])
+    phases = int_layers_plan.phases_of(hidden, ffn, heads, layers)
+    products = int_layers_plan.plan(phases, int_layers_plan.attention_of(*heads).scratch, 8, 0.0).products
+    blocks = [[sum(part.blocks for part in p.plan.parts) for p in each] for each in products]
+    assert max(map(max, blocks)) <= max(map(min, blocks))
 
 
 MOE_STEP = dataclasses.replace(
@@ -345,7 +391,7 @@ def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reas
     assert choose(problem) == "launches"
     with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
         choose(problem, impl="one_launch")
-    without = dataclasses.replace(MOE_STEP, experts=None)
+    without = dataclasses.replace(MOE_STEP, experts=None, rows=2)
     assert choose(without) == "layer_products"
     with pytest.raises(NotImplementedError, match="is for layers without experts"):
         choose(MOE_STEP, impl="layer_products")
@@ -366,6 +412,8 @@ def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_89"])
     of_rows = [choose(dataclasses.replace(KQ_STEP, platform="sm_89", rows=rows)) for rows in (1, 2)]
     assert of_rows == ["layer_products", "launches"]
+    with pytest.raises(NotImplementedError, match="integers of 12288 activations leave no room for weights"):
+        choose(dataclasses.replace(KQ_STEP, platform="sm_89"), impl="one_launch")
 
 
 def test_naming_what_cannot_run_is_an_error_with_the_reason():
@@ -493,13 +541,14 @@ def test_what_cannot_be_a_candidate_is_an_error_with_the_reason(change, error):
 def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert selection.schedules(STEP) == ((24, "one_launch"), (256, "layer_gemms"))
-    assert selection.schedules(KQ_STEP) == ((2, "layer_products"), (8, "launches"), (256, "layer_gemms"))
+    few = (1, "one_launch"), (2, "layer_products"), (8, "launches"), (256, "layer_gemms")
+    assert selection.schedules(KQ_STEP) == few
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
     two_rows = (1, "launches"), (2, "layer_products")  # of 1 bit
     assert selection.schedules(STEP, "layer_products") == two_rows
     others = (8, "launches"), (256, "layer_gemms")
     assert selection.schedules(dataclasses.replace(STEP, plain=False))[:2] == two_rows
-    assert selection.schedules(KQ_STEP)[1:] == others
+    assert selection.schedules(KQ_STEP)[2:] == others
     with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run .*bulk copies"):
         selection.schedules(dataclasses.replace(STEP, platform="sm_80"), "one_launch")

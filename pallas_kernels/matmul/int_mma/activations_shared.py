@@ -9,8 +9,8 @@
            the sums of q over the group's halves, two s16
 
 The loads of one pass are on their way while the pass before it is worked on. Passes behind a warp's last step
-are done again, and count nothing. Behind a matrix's last column are weights of 0, in scale groups of their own:
-lanes that have these take the last eight columns again.
+are done again, and count nothing. Behind a matrix's last column are weights of 0, in scale groups of their
+own: lanes that have these take the last eight columns again.
 """
 
 import functools
@@ -282,15 +282,21 @@ def _largest_of_lanes(x, group: int):
     return as_real(lanes.warp_max(as_word(x))) if group == 32 else lanes.largest_of_warp(x, group)
 
 
-def rounded_words(x, factor, group: int) -> list:
+def rounded_words(x, factor, group: int, is_halved=None) -> list:
     """A warp's neighbouring activations, one a lane -> of each 8, in the first of their lanes: two words of
     signed bytes q, their group's scale, and the sum of x^2, float32.
 
-    x factor = q scale; factor: a norm's gamma, or None for 1; group: columns that share a scale.
+    x factor = q scale; factor: a norm's gamma, or None for 1; group: columns that share a scale, or half as
+    many where `is_halved`, a value of the whole warp's
     """
     squares = x * x
     x = x if factor is None else x * factor
-    largest = largest_of_group([x], lambda v: _largest_of_lanes(v, group))
+
+    def largest_of_lanes(v):
+        whole = _largest_of_lanes(v, group)
+        return whole if is_halved is None else select(is_halved, lanes.largest_of_warp(v, group // 2), whole)
+
+    largest = largest_of_group([x], largest_of_lanes)
     (q,) = magic_words([x], 127, largest, fused=True)
     lane = integer(lanes.thread())
     word = (q & 0xFF) << (lane % 4) * 8

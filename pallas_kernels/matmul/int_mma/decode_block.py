@@ -24,7 +24,9 @@ from pallas_kernels.tiles import TILE_ROWS
 def scratch(products: Sequence[int_decode_plan.IntegerProduct]) -> dict[str, Any]:
     """Shared memory of a block besides its ring, for products in turn (plan.scratch_bytes)."""
     sizes = [
-        int_decode_plan.scratch_bytes(p.plan.parts, p.matrices, p.steps, p.padded, p.plan.warps, p.bits)
+        int_decode_plan.scratch_bytes(
+            p.plan.parts, p.matrices, p.steps, p.padded, p.plan.warps, p.bits, p.tiles_of_item
+        )
         for p in products
     ]
     q, *rest = (max(each) // 4 for each in zip(*sizes, strict=True))
@@ -93,7 +95,8 @@ class Block:
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
         self.activations.barrier()
         columns = self.lane_columns(self, q, stats)
-        together = self.sizes.plan.together
+        together, of_item = self.sizes.plan.together, self.sizes.tiles_of_item
+        together = -(-together // of_item) * of_item
 
         def one_round(first, state):
             first = integer(first)
@@ -102,8 +105,8 @@ class Block:
             one_each = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
             prefetched = self.prefetched(index(self.thread), first) if one_each else None
             state = lanes.loop(
-                first, last, 1, state,
-                lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
+                first, last, of_item, state,
+                lambda j, state: self.one_item(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
             self.store_outputs(first, last, prefetched)
@@ -116,28 +119,28 @@ class Block:
         """The only product of a launch: fields of each matrix, refs of stacks, and the index into them."""
         ring = Ring(
             [[Stream(self.share, weight_gmem, layer)]], ring_smem, self.part.depth,
-            self.part.item_bytes(self.sizes.matrices),
+            self.part.item_bytes(self.sizes.units),
         )  # fmt: skip
         first_pass = self.load()  # on its way before the layer's number is known
         self.run(first_pass, ring, ring.filled())
         memory.wait_copies(0)
 
-    def one_tile(self, ring: Ring, number: int, columns: Columns | PlaneColumns, place, state: list) -> list:
-        """This warp's sums of a tile to shared memory, as number `place` of the round."""
-        shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
+    def one_item(self, ring: Ring, number: int, columns: Columns | PlaneColumns, place, state: list) -> list:
+        """This warp's sums of the tiles of an item to shared memory, from number `place` of the round on."""
+        shape = (self.sizes.units, self.sizes.chunks, 2, columns.results)
         count = math.prod(shape)
 
         def one_item(s, carry):
             state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
             q, stats = columns.at_step(integer(s))
-            for m in range(self.sizes.matrices):
-                columns.multiply(ring.words(self.part, m, at_slot), q, stats, y[m])
+            for unit in range(self.sizes.units):
+                columns.multiply(ring.words(self.part, unit, at_slot), q, stats, y[unit])
             return [*ring.refilled(state, number), *_flat(y)]
 
         carry = lanes.loop(0, self.share.own_steps, 1, [*state, *[real(0)] * count], one_item)
-        for m, y in enumerate(_folded(carry[-count:], shape)):
-            self.store_sums(columns, y, index(place) * self.sizes.matrices + m)
+        for unit, y in enumerate(_folded(carry[-count:], shape)):
+            self.store_sums(columns, y, index(place) * self.sizes.matrices + unit)
         return carry[:-count]
 
     def store_sums(self, columns: Columns | PlaneColumns, y: list, place):

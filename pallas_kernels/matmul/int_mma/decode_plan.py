@@ -13,6 +13,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
+SMALLEST_AT_ONCE = 4  # of the smallest blocks, on a multiprocessor, where each has so many tiles or more
 PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
@@ -24,7 +25,8 @@ class Part(NamedTuple):
     n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
     first_block, blocks     blocks of threads that share it
     tiles                   of each of them
-    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
+    depth                   items (256 columns of a tile, or of neighbours, of each matrix) that a warp has
+                            in its ring
     """
 
     format: str
@@ -37,8 +39,9 @@ class Part(NamedTuple):
     tiles: int
     depth: int
 
-    def item_bytes(self, matrices: int) -> int:
-        return 32 * matrices * sum(map(lane_bytes, self.shapes))
+    def item_bytes(self, units: int) -> int:
+        """Of so many tiles' 256 columns."""
+        return 32 * units * sum(map(lane_bytes, self.shapes))
 
 
 class Plan(NamedTuple):
@@ -93,12 +96,15 @@ def together(placed: tuple[Part, ...], padded: int) -> int:
     return max(1, min(max(part.tiles for part in placed), 16 // padded))
 
 
-def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bits: int) -> tuple[int, ...]:
+def scratch_bytes(
+    placed, matrices: int, steps: int, padded: int, warps: int, bits: int, tiles_of_item: int = 1
+) -> tuple[int, ...]:
     """Shared memory of a block besides its ring: q, stats, sums and squares (decode.py)."""
+    sums = -(-together(placed, padded) // tiles_of_item) * tiles_of_item * matrices
     return (
         bits // 8 * padded * row_bytes(steps),
         max(stats_bytes(part.format, steps, padded, bits) for part in placed),
-        together(placed, padded) * matrices * 16 * padded * warps * 4,
+        sums * 16 * padded * warps * 4,
         padded * warps * 4,
     )
 
@@ -111,22 +117,29 @@ def plan(
     blocks: at most; None: the device's multiprocessors. rotated: blocks rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
-    the columns and room for 96 KiB on their way, if there is one; of equals the largest.
+    the columns and room for 96 KiB on their way, if there is one; of equals the largest. A matrix of few
+    columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
-    placed = share_out(parts, formats_of, blocks or device.multiprocessors())
-    sizes = [part.item_bytes(matrices) for part in placed]
+    n_tiles = sum(fields["words"].shape[1] for fields, *_ in parts)
     best = None
     for w in BLOCK_WARPS:
+        most = blocks or device.multiprocessors()
+        several = w == BLOCK_WARPS[-1] and not blocks and n_tiles >= SMALLEST_AT_ONCE**2 * most
+        at_once = SMALLEST_AT_ONCE if several else 1
+        placed = share_out(parts, formats_of, most * at_once)
+        sizes = [part.item_bytes(matrices) for part in placed]
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
-        left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
+        room = shared_memory.bytes_of_block(device.shared_bytes(), at_once)
+        left = room - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(MOST_DEPTH, left // (w * size)) for size in sizes]
-        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
-        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
+        in_flight = min(at_once * w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        alone = at_once == 1 and w == 4
+        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + alone)
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
             items = [part.tiles * -(-steps // w) for part in placed]
@@ -140,7 +153,10 @@ def plan(
 
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """Static sizes: rows and columns of the activations, matrices of a part, and how blocks share them."""
+    """Static sizes: rows and columns of the activations, matrices of a part, and how blocks share them.
+
+    tiles_of_item  neighbouring tiles whose 256 columns are one item of a warp's ring
+    """
 
     plan: Plan
     rows: int
@@ -149,6 +165,12 @@ class IntegerProduct:
     eps: float
     bits: int
     activation: Activation = SILU
+    tiles_of_item: int = 1
+
+    @property
+    def units(self) -> int:
+        """Tiles in an item, of all matrices."""
+        return self.matrices * self.tiles_of_item
 
     @property
     def n_tiles(self) -> int:

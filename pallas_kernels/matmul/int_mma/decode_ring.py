@@ -1,7 +1,8 @@
 """The weights of a warp of int_decode on their way through shared memory, of one product or of several that
 follow each other in a launch.
 
-    an item    a tile's 256 columns, of each matrix; the items of a warp are in the order tile, step
+    an item    256 columns of a tile, of each matrix, or of two neighbouring tiles of one matrix; the items of
+               a warp are in the order tile, step
     the ring   slots of an item each; a slot that was multiplied is at once asked for the item `depth` further
 
 A lane reads from a slot what it copied there itself, so nobody waits for another warp. Copies run on from a
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import integer, larger_signed, minimum, select, smaller_signed
+from pallas_kernels.gpu.values import ceil_divided, integer, larger_signed, minimum, select, smaller_signed
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 
 
@@ -24,7 +25,8 @@ class Share(NamedTuple):
     has_tiles   whether the block has tiles of this part
     first_tile, count       of the block
     first_step, own_steps   of the warp
-    tiles       of which the warp has steps
+    tiles       of which the warp has steps, or pairs of tiles
+    of_item     tiles of an item
     """
 
     part: int_decode_plan.Part
@@ -35,9 +37,12 @@ class Share(NamedTuple):
     first_step: Any
     own_steps: Any
     tiles: Any
+    of_item: int = 1
 
     @classmethod
-    def for_block(cls, part: int_decode_plan.Part, steps: int, warps: int, block=None) -> "Share":
+    def for_block(
+        cls, part: int_decode_plan.Part, steps: int, warps: int, block=None, of_item: int = 1
+    ) -> "Share":
         """block  of the product; None: this one"""
         from_part = (integer(lanes.block()) if block is None else block) - part.first_block
         # Blocks of other parts are below 0, which is large without a sign, or behind the last.
@@ -48,8 +53,9 @@ class Share(NamedTuple):
         first_step = integer(lanes.thread()) // 32 * per_warp
         own_steps = smaller_signed(integer(per_warp), steps - first_step)  # below 0 behind the last
         own_steps = larger_signed(integer(0), own_steps)
-        tiles = select(has_tiles & (own_steps != 0), count, 0)
-        return cls(part, steps, has_tiles, first_tile, count, first_step, own_steps, tiles)
+        items = count if of_item == 1 else ceil_divided(count, of_item)
+        tiles = select(has_tiles & (own_steps != 0), items, 0)
+        return cls(part, steps, has_tiles, first_tile, count, first_step, own_steps, tiles, of_item)
 
 
 class Stream(NamedTuple):
@@ -138,10 +144,10 @@ class Ring:
         memory.wait_copies(self.depth - 1)
         return self.address + state[-1] * self.slot_bytes
 
-    def words(self, part: int_decode_plan.Part, m: int, at_slot) -> dict:
-        """A lane's words of a matrix of an item by name, or vectors of four."""
+    def words(self, part: int_decode_plan.Part, unit: int, at_slot) -> dict:
+        """A lane's words of a unit of an item by name, or vectors of four."""
         words = {}
-        for name, field in _fields(part, m).items():
+        for name, field in _fields(part, unit).items():
             size = field.size * field.at_once
             at = at_slot + self.lane * size
             loaded = [
@@ -157,17 +163,24 @@ class Ring:
             share, part = stream.share, stream.share.part
             exists = tile < share.tiles
             with lanes.when(exists if condition is None else condition & exists):
-                item = stream.item(tile, step)
                 target = self.address + slot * self.slot_bytes
-                for m, fields in enumerate(stream.weight_gmem):
-                    for name, field in _fields(part, m).items():
-                        piece = self.lane if field.pieces == 32 else self.lane // (32 // field.pieces)
-                        start, piece_bytes = memory.address(fields[name]), field.pieces * field.size
-                        source = memory.at_byte(start, item, field.vectors * piece_bytes, piece * field.size)
-                        to = target + field.at + self.lane * (field.size * field.at_once)
-                        between = field.size if field.at_once > 1 else 32 * field.size
-                        for v in range(field.vectors):
-                            memory.copy_async(to, source, field.size, v * between, v * piece_bytes)
+                for u in range(share.of_item):
+                    # In place of a second tile that there is not, the first: nobody reads that product.
+                    at = tile * share.of_item + u
+                    item = stream.item(minimum(at, share.count - 1) if u else at, step)
+                    for m, fields in enumerate(stream.weight_gmem):
+                        self._copy_tile(part, u + m, fields, item, target)
+
+    def _copy_tile(self, part: int_decode_plan.Part, unit: int, fields: dict[str, Any], item, target):
+        """256 columns of a tile, as the slot's unit of this number."""
+        for name, field in _fields(part, unit).items():
+            piece = self.lane if field.pieces == 32 else self.lane // (32 // field.pieces)
+            start, piece_bytes = memory.address(fields[name]), field.pieces * field.size
+            source = memory.at_byte(start, item, field.vectors * piece_bytes, piece * field.size)
+            to = target + field.at + self.lane * (field.size * field.at_once)
+            between = field.size if field.at_once > 1 else 32 * field.size
+            for v in range(field.vectors):
+                memory.copy_async(to, source, field.size, v * between, v * piece_bytes)
 
     def _from(self, number: int, phase=None) -> list:
         """The first product from `phase` on, one of `number` and later, of which this warp has something: its
@@ -183,9 +196,40 @@ class Ring:
         return first
 
 
-def _fields(part: int_decode_plan.Part, m: int) -> dict[str, Field]:
-    """Of matrix m in a slot."""
-    fields, at = {}, m * part.item_bytes(1)
+class Window(Ring):
+    """A ring of products that follow each other without end, of which it knows two at a time: that which is
+    multiplied, and the next one. Its state begins with how many slots were multiplied and could not be asked
+    for again, since all of both is on its way."""
+
+    def begun(self) -> list:
+        """The state before the first product, for which `moved_on` is to be called."""
+        return [integer(self.depth), integer(1), *[integer(0)] * 5]
+
+    def moved_on(self, state: list) -> list:
+        """The state for this window, whose first product was the second of the one before. What was missing is
+        asked for."""
+        missing, phase, tile, step, tiles, steps, slot = state
+        phase = phase - 1
+        phase, tiles, steps = lanes.choose(tiles == 0, lambda: self._from(0, phase), [phase, tiles, steps])
+
+        def one(_, state):
+            missing, *item = state
+            at = select(slot < missing, slot + self.depth, slot) - missing
+            filled = select(item[0] == len(self.phases), 0, integer(1))
+            *item, _ = super(Window, self).refilled([*item, at])
+            return [missing - filled, *item]
+
+        return [*lanes.loop(0, missing, 1, [missing, phase, tile, step, tiles, steps], one), slot]
+
+    def refilled(self, state: list, number: int = 0) -> list:
+        missing, *item = state
+        lacks = select(item[0] == len(self.phases), integer(1), 0)
+        return [missing + lacks, *super().refilled(item, number)]
+
+
+def _fields(part: int_decode_plan.Part, unit: int) -> dict[str, Field]:
+    """Of a unit of a slot: one of several matrices' tiles, or of several tiles."""
+    fields, at = {}, unit * part.item_bytes(1)
     for name, shape in zip(part.names, part.shapes, strict=True):
         vectors, pieces, words = int_decode_plan.lane_shape(shape)
         fields[name] = Field(at, vectors, pieces, 4 * words, len(shape) == 3)

@@ -36,7 +36,7 @@ from pallas_kernels.matmul.int_mma import activations_float16, activations_rotat
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.sampling import kernel as sampling
-from pallas_kernels.step import decode_layers, experts_layers, layer_products
+from pallas_kernels.step import decode_layers, experts_layers, int_layers, layer_products
 from tests.pallas_kernels.lockstep import ptx, values
 from tests.pallas_kernels.lockstep.machine import Machine
 
@@ -152,6 +152,7 @@ def lockstep(at_a_time: int | None = None):
             (int_experts, "int_experts"),
             (int_experts, "choosing_experts"),
             (experts_layers, "experts_layers"),
+            (int_layers, "int_layers"),
         ),
         *((places, "expert_places"), (choice, "route"), (router_logits, "router_logits")),
         (latent_decode, "latent_decode"),

@@ -1,4 +1,5 @@
-"""Layers with experts in one launch, in numpy (lockstep): against float64, and attention's definition."""
+"""Layers in one launch, with experts and without, in numpy (lockstep): against float64, and attention's
+definition."""
 
 import dataclasses
 from unittest import mock
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import GELU_TANH, SILU, attend, device
-from pallas_kernels.step import experts_layers
+from pallas_kernels.step import experts_layers, int_layers
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
@@ -18,8 +19,9 @@ attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 EPS, D, PAGE_SIZE = 1e-6, 64, 16
 
 CASES = [
-    # hidden, heads, KV heads, experts, used, ffn, normalized; of each layer formats of o, gate and up, down;
-    # parts of q, k, v; blocks, keys before, bits; rows of the router: all random, each twice, or all zeros
+    # hidden, heads, KV heads, experts (0: there are none), used, ffn, normalized; of each layer formats of o,
+    # gate and up, down; parts of q, k, v; blocks, keys before, bits; rows of the router: all random, each
+    # twice, or all zeros
     (
         512, 8, 2, 8, 2, 256, True,
         [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k")],
@@ -32,6 +34,20 @@ CASES = [
     ),
     (512, 4, 4, 40, 3, 256, True, [("q6_k", "q5_0", "q8_0")], [[("q6_k", 768)]], 7, 17, 16, "twins"),
     (512, 8, 2, 16, 4, 768, True, [("q4_k", "q4_k", "q6_k")], [[("q4_k", 768)]], 33, 40, 8, "zeros"),
+    (
+        512, 8, 2, 0, 0, 768, None,
+        [("q4_k", gate, down) for gate, down in (("q4_k", "q6_k"), ("q5_k", "q4_k"), ("q4_k", "q4_k"))],
+        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)]],
+        6, 5, 16, None,
+    ),
+    (
+        512, 4, 1, 0, 0, 1024, None,
+        [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k")],  # scales of 16 columns and of 32
+        [[("q4_k", 384)]] * 2, 8, 70, 8, None,
+    ),
+    (4096, 4, 1, 0, 0, 1024, None, [("q2_k", "q2_k", "q3_k")] * 2, [[("q2_k", 384)]] * 2, 32, 300, 8, None),
+    (192, 3, 1, 0, 0, 352, None, [("q4_1", "q4_1", "q4_1")] * 2, [[("q4_1", 320)]] * 2, 12, 40, 16, None),
+    (3072, 2, 2, 0, 0, 288, None, [("q8_0", "mxfp4", "q5_0")] * 2, [[("q4_0", 384)]] * 2, 40, 140, 16, None),
 ]  # fmt: skip
 
 
@@ -52,14 +68,17 @@ def composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table
         )  # fmt: skip
         x = x + np.asarray(out, np.float64)[:, 0] @ o.T
         n = norm(x, norms[0][layer])
-        logits = (n @ router[layer].astype(np.float64).T)[0]
-        p = np.exp(logits - logits.max())
-        p /= p.sum()
-        chosen = np.argsort(-p, kind="stable")[:used]
-        w = p[chosen] / (p[chosen].sum() if normalized else 1)
-        for e, weight in zip(chosen, w, strict=True):
-            g, u = gate[e] @ n[0], up[e] @ n[0]
-            x = x + weight * (down[e] @ DEFINITIONS[activation_of(case)](g, u))
+        feed_forward = DEFINITIONS[activation_of(case)]
+        if router is None:
+            x = x + feed_forward(n @ gate.T, n @ up.T) @ down.T
+        else:
+            logits = (n @ router[layer].astype(np.float64).T)[0]
+            p = np.exp(logits - logits.max())
+            p /= p.sum()
+            chosen = np.argsort(-p, kind="stable")[:used]
+            w = p[chosen] / (p[chosen].sum() if normalized else 1)
+            for e, weight in zip(chosen, w, strict=True):
+                x = x + weight * (down[e] @ feed_forward(gate[e] @ n[0], up[e] @ n[0]))
         if layer + 1 < len(layers):
             qkv = norm(x, norms[1][layer + 1]) @ layers[layer + 1][4].T
     return x, pages
@@ -75,7 +94,7 @@ def stacked(parts_of_layers):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:7]))
-def test_layers_with_experts_in_one_launch_are_float64_s(case):
+def test_layers_in_one_launch_are_float64_s(case):
     hidden, H, Hkv, E, used, ffn, normalized, formats, qkv_parts, blocks, keys, bits, rows = case
     L, rng = len(formats), np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -109,14 +128,15 @@ def test_layers_with_experts_in_one_launch_are_float64_s(case):
         weights.append(tuple(combinations))
         where.append(at)
         formats_of.append(tuple(tuple(f for f, _ in parts) for parts in kinds))
-    router = draw(L, E, hidden) * hidden**-0.5 * 2
+    router = draw(L, E, hidden) * hidden**-0.5 * 2 if E else None
     if rows == "twins":
         router[:, 1::2] = router[:, ::2]  # one of a pair is the last that is used: the lower index
-    router *= rows != "zeros"
+    elif rows == "zeros":
+        router *= 0
     norms = tuple(1 + 0.1 * draw(L, hidden) for _ in range(2))
     head_norms = tuple(1 + 0.1 * draw(L, D) for _ in range(2))
     width = (H + 2 * Hkv) * D
-    bias = 0.3 * draw(L, width) if E == 8 else None
+    bias = 0.3 * draw(L, width) if case in (CASES[0], CASES[4]) else None
     count = keys // PAGE_SIZE + 2
     table = rng.permutation(count).reshape(1, count).astype(np.int32)
     pages = tuple(pages_of("float16", draw(L, count, PAGE_SIZE, Hkv, D)) for _ in range(2))
@@ -130,11 +150,15 @@ def test_layers_with_experts_in_one_launch_are_float64_s(case):
         inputs = StepInputs(
             attn_norm, ffn_norm, bias, head_norms, tuple(r[:, 0] for r in rotation), *pages, table, positions
         )
-        got = experts_layers.experts_layers(
-            qkv, x, tuple(weights), np.asarray(where, np.int32), router, inputs, formats_of=tuple(formats_of),
-            experts=experts_layers.Experts(E, used, normalized), eps=EPS, interleaved=False, bits=bits,
-            activation=activation_of(case),
-        )  # fmt: skip
+        settings = {"formats_of": tuple(formats_of), "eps": EPS, "interleaved": False, "bits": bits}
+        settings["activation"] = activation_of(case)
+        operands = qkv, x, tuple(weights), np.asarray(where, np.int32)
+        if router is None:
+            rounded = (bits == 8,) * 3  # what follows has groups of one size in each layer
+            got = int_layers.int_layers(*operands, inputs, rounded=rounded, **settings)
+        else:
+            experts = experts_layers.Experts(E, used, normalized)
+            got = experts_layers.experts_layers(*operands, router, inputs, experts=experts, **settings)
     want = composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation)
     limit = 2e-2 if bits == 8 else 3e-4
     assert np.linalg.norm(got[0] - want[0]) < limit * np.linalg.norm(want[0])
