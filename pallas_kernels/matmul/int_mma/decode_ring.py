@@ -206,8 +206,8 @@ class Window(Ring):
         return [integer(self.depth), integer(1), *[integer(0)] * 5]
 
     def moved_on(self, state: list) -> list:
-        """The state for this window, whose first product was the second of the one before. What was missing is
-        asked for."""
+        """The state for this window, whose first product was the second of the one before: what was missing
+        is asked for."""
         missing, phase, tile, step, tiles, steps, slot = state
         phase = phase - 1
         phase, tiles, steps = lanes.choose(tiles == 0, lambda: self._from(0, phase), [phase, tiles, steps])
