@@ -42,8 +42,8 @@ from pallas_kernels.step.int_layers import (
     Weights,
     attention_of,
     launched,
-    of_stacks,
     query_width,
+    stacked,
 )
 from pallas_kernels.step.int_layers_plan import DOWN, GATE_UP, NEXT_QKV, OUT
 from pallas_kernels.step.layer_products_plan import Phase
@@ -57,7 +57,7 @@ def run(
     inputs: StepInputs, *, experts: Experts, eps: float, interleaved: bool, activation: Activation = SILU,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
-    weights, where, settings = of_stacks(stacks, by_expert=(GATE_UP, DOWN))
+    weights, where, settings = stacked(stacks, by_expert=(GATE_UP, DOWN))
     (w_router,) = router_stack.parts
     assert isinstance(w_router, QTensor)
     kernel = functools.partial(
@@ -99,8 +99,8 @@ def experts_layers(
     hidden, q = x.shape[1], query_width(qkv, inputs)
     phases = [
         [
-            Phase(parts, of, parts[0][0]["words"].shape[2] * TILE_COLUMNS)
-            for parts, of in zip(*each, strict=True)
+            Phase(parts, formats, parts[0][0]["words"].shape[2] * TILE_COLUMNS)
+            for parts, formats in zip(*each, strict=True)
         ]
         for each in zip(weights, formats_of, strict=True)
     ]

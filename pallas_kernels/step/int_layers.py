@@ -59,7 +59,7 @@ LayerType = Callable[["Layers", Any], "Layer"]
 QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
 
 
-class OfStacks(NamedTuple):
+class Stacked(NamedTuple):
     """What a launch is given of a model's stacks: weights, `where` and static settings."""
 
     weights: Weights
@@ -67,7 +67,7 @@ class OfStacks(NamedTuple):
     settings: dict[str, Any]
 
 
-def of_stacks(stacks: Sequence[LayerStack], by_expert: tuple[int, ...] = ()) -> OfStacks:
+def stacked(stacks: Sequence[LayerStack], by_expert: tuple[int, ...] = ()) -> Stacked:
     """stacks: of q, k and v, of o, gate, up and down; by_expert: products whose stacks have all experts."""
     joined, o, gate, up, down = stacks
     products = (o,), (gate, up), (down,), (joined,)
@@ -84,7 +84,7 @@ def of_stacks(stacks: Sequence[LayerStack], by_expert: tuple[int, ...] = ()) -> 
     )
     formats_of = tuple(tuple(tuple(part[0].format for part in parts) for parts in each) for each in pieces)
     settings = {"formats_of": formats_of, "bits": pieces[0][0][0][0].products.activation_bits}
-    return OfStacks(weights, jnp.asarray([each[0].where for each in products], jnp.int32), settings)
+    return Stacked(weights, jnp.asarray([each[0].where for each in products], jnp.int32), settings)
 
 
 def _fields(w: QTensor, by_expert: bool) -> dict[str, jax.Array]:
@@ -99,7 +99,7 @@ def run(
     *, eps: float, interleaved: bool, activation: Activation = SILU,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`int_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
-    weights, where, settings = of_stacks(stacks)
+    weights, where, settings = stacked(stacks)
     joined, o, gate, up, down = stacks
     settings["rounded"] = rounded_vectors([o], (gate, up, down), [joined], 1)
     kernel = functools.partial(
@@ -144,7 +144,7 @@ def int_layers(
     heads = query_width(qkv, inputs)
     columns = (heads, hidden, ffn, hidden)
     phases = [
-        [Phase(parts, of, k) for parts, of in zip(*each, strict=True)]
+        [Phase(*combination, k) for combination in zip(*each, strict=True)]
         for *each, k in zip(weights, formats_of, columns, strict=True)
     ]
     attention = attention_of(inputs, heads, eps, interleaved)

@@ -78,11 +78,10 @@ def blocks_of_every_layer(products: Products) -> int:
 
 def bytes_of_block(products: Products) -> int:
     """Of weights of a layer, at most."""
-    each = (
-        max(part.tiles * part.item_bytes(p.matrices) * p.steps for p in of for part in p.plan.parts)
-        for of in products
+    return sum(
+        max(part.tiles * part.item_bytes(p.matrices) * p.steps for p in each for part in p.plan.parts)
+        for each in products
     )
-    return sum(each)
 
 
 def shared_out(

@@ -95,8 +95,8 @@ class Block:
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
         self.activations.barrier()
         columns = self.lane_columns(self, q, stats)
-        together, of_item = self.sizes.plan.together, self.sizes.tiles_of_item
-        together = -(-together // of_item) * of_item
+        together, tiles_of_item = self.sizes.plan.together, self.sizes.tiles_of_item
+        together = -(-together // tiles_of_item) * tiles_of_item
 
         def one_round(first, state):
             first = integer(first)
@@ -105,7 +105,7 @@ class Block:
             one_each = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
             prefetched = self.prefetched(index(self.thread), first) if one_each else None
             state = lanes.loop(
-                first, last, of_item, state,
+                first, last, tiles_of_item, state,
                 lambda j, state: self.one_item(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()

@@ -122,12 +122,12 @@ def plan(
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
-    n_tiles = sum(fields["words"].shape[1] for fields, *_ in parts)
+    n_tiles, most = sum(fields["words"].shape[1] for fields, *_ in parts), blocks or device.multiprocessors()
+    sizes_of_blocks = [(w, 1) for w in BLOCK_WARPS]
+    if not blocks and n_tiles >= SMALLEST_AT_ONCE**2 * most:
+        sizes_of_blocks.append((BLOCK_WARPS[-1], SMALLEST_AT_ONCE))
     best = None
-    for w in BLOCK_WARPS:
-        most = blocks or device.multiprocessors()
-        several = w == BLOCK_WARPS[-1] and not blocks and n_tiles >= SMALLEST_AT_ONCE**2 * most
-        at_once = SMALLEST_AT_ONCE if several else 1
+    for w, at_once in sizes_of_blocks:
         placed = share_out(parts, formats_of, most * at_once)
         sizes = [part.item_bytes(matrices) for part in placed]
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.

@@ -26,7 +26,7 @@ class Share(NamedTuple):
     first_tile, count       of the block
     first_step, own_steps   of the warp
     tiles       of which the warp has steps, or pairs of tiles
-    of_item     tiles of an item
+    tiles_of_item  tiles of an item
     """
 
     part: int_decode_plan.Part
@@ -37,11 +37,11 @@ class Share(NamedTuple):
     first_step: Any
     own_steps: Any
     tiles: Any
-    of_item: int = 1
+    tiles_of_item: int = 1
 
     @classmethod
     def for_block(
-        cls, part: int_decode_plan.Part, steps: int, warps: int, block=None, of_item: int = 1
+        cls, part: int_decode_plan.Part, steps: int, warps: int, block=None, tiles_of_item: int = 1
     ) -> "Share":
         """block  of the product; None: this one"""
         from_part = (integer(lanes.block()) if block is None else block) - part.first_block
@@ -53,9 +53,9 @@ class Share(NamedTuple):
         first_step = integer(lanes.thread()) // 32 * per_warp
         own_steps = smaller_signed(integer(per_warp), steps - first_step)  # below 0 behind the last
         own_steps = larger_signed(integer(0), own_steps)
-        items = count if of_item == 1 else ceil_divided(count, of_item)
+        items = count if tiles_of_item == 1 else ceil_divided(count, tiles_of_item)
         tiles = select(has_tiles & (own_steps != 0), items, 0)
-        return cls(part, steps, has_tiles, first_tile, count, first_step, own_steps, tiles, of_item)
+        return cls(part, steps, has_tiles, first_tile, count, first_step, own_steps, tiles, tiles_of_item)
 
 
 class Stream(NamedTuple):
@@ -164,9 +164,9 @@ class Ring:
             exists = tile < share.tiles
             with lanes.when(exists if condition is None else condition & exists):
                 target = self.address + slot * self.slot_bytes
-                for u in range(share.of_item):
+                for u in range(share.tiles_of_item):
                     # In place of a second tile that there is not, the first: nobody reads that product.
-                    at = tile * share.of_item + u
+                    at = tile * share.tiles_of_item + u
                     item = stream.item(minimum(at, share.count - 1) if u else at, step)
                     for m, fields in enumerate(stream.weight_gmem):
                         self._copy_tile(part, u + m, fields, item, target)
