@@ -268,7 +268,7 @@ def _one_launch_of_integers(problem: Step) -> str | None:
     if reason := _int_layers(problem):
         return reason
     if problem.rows > 1:
-        return f"of weights of 2 to 8 bits it is for one row: {problem.rows} leave no room for weights"
+        return f"with weights of 2 to 8 bits it is for one row; {problem.rows} were asked for"
     from pallas_kernels.step import int_layers_plan  # only GPUs need it
 
     assert problem.layers is not None

@@ -136,7 +136,8 @@ def int_layers(
     where      int32 [4, L, 2]: of each product and layer the combination and the index in its stack
     formats_of  of the parts of each product
     bits       8 or 16, to which activations are rounded
-    rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
+    rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`), where
+               blocks make whole groups of 32
     Returns x and the pages, updated in place.
     """
     hidden = x.shape[1]
@@ -144,7 +145,7 @@ def int_layers(
     heads = query_width(qkv, inputs)
     columns = (heads, hidden, ffn, hidden)
     phases = [
-        [Phase(*combination, k) for combination in zip(*each, strict=True)]
+        [Phase(parts, formats, k) for parts, formats in zip(*each, strict=True)]
         for *each, k in zip(weights, formats_of, columns, strict=True)
     ]
     attention = attention_of(inputs, heads, eps, interleaved)
@@ -155,6 +156,12 @@ def int_layers(
             "shared memory"
         )
     widths = [qkv.shape[1], heads, hidden, 0, ffn, hidden]
+    # Blocks may have other tiles than `rounded_vectors` knows (int_layers_plan.blocks_of_every_layer).
+    in_groups = [
+        all(part.tiles % 2 == 0 for p in planned.products[number] for part in p.plan.parts)
+        for number in (OUT, GATE_UP, DOWN)
+    ]
+    rounded = tuple(map(operator.and_, rounded, in_groups))
     layer_type = functools.partial(Layer, rounded=rounded)
     return launched("int_layers", layer_type, planned, attention, widths, qkv, x, weights, where, inputs)
 

@@ -314,7 +314,7 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
     ("change", "reason"),
     [
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
-        ({"rows": 2}, "of weights of 2 to 8 bits it is for one row: 2 leave no room"),
+        ({"rows": 2}, "with weights of 2 to 8 bits it is for one row; 2 were asked for"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, rotated=32)}, "turns multiples of 64"),
         ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
