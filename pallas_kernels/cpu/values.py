@@ -5,6 +5,7 @@ Vectors may have any number of elements: LLVM splits them into the processor's.
 
 import contextlib
 import functools
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -202,6 +203,15 @@ class Value:
             values = [is_set.select(yes, no) for no, yes in zip(values[::2], values[1::2], strict=True)]
         return values[0]
 
+    def rows_of(self, table: np.ndarray) -> "Value":
+        """Of a table of bytes [n, 4] or [n, 8] the rows with these numbers, one after the other."""
+        row, place = ir.IntType(8 * table.shape[1]), _table(self.b, table)
+        rows = self._made(ir.Constant(vector(row, self.count), ir.Undefined))
+        for i in range(self.count):
+            at = place.at(self[i].unsigned(I64) * table.shape[1])
+            rows = self._made(self.b.insert_element(rows.ir, at.load(row).ir, I32(i)))
+        return rows.as_type(vector(I8, table.size // len(table) * self.count))
+
     def __getitem__(self, part: slice | int) -> "Value":
         if isinstance(part, int):
             return self._made(self.b.extract_element(self.ir, I32(part)))
@@ -284,6 +294,18 @@ def _vector(element: Type, values: tuple[int, ...]) -> ir.Constant:
     """Cached, because kernels contain the same constants many times and formatting each would take as long as
     all the rest."""
     return ir.Constant(vector(element, len(values)), [ir.Constant(element, v) for v in values])
+
+
+def _table(b: Builder, table: np.ndarray) -> Value:
+    """The address of constant bytes, which a module has once."""
+    contents = bytearray(np.ascontiguousarray(table, np.uint8).tobytes())
+    name = f"table_{zlib.crc32(contents):08x}"
+    place = b.module.globals.get(name)
+    if place is None:
+        kind = ir.ArrayType(I8, len(contents))
+        place = ir.GlobalVariable(b.module, kind, name)
+        place.initializer, place.global_constant, place.linkage = ir.Constant(kind, contents), True, "private"
+    return Value(b, place)
 
 
 def intrinsic(name: str, result: Type, *arguments: Value) -> Value:

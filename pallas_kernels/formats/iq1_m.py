@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import in_chunks, joined, odd_scales, ternary_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights, inverse
-from pallas_kernels.formats.iq1_s import GRID, SHIFT, eighth
+from pallas_kernels.formats.iq1_s import EIGHTHS, GRID, SHIFT, eighth
 from pallas_kernels.formats.iq2_xxs import half_scale, nibbles
 
 WEIGHTS = 256
@@ -70,3 +72,22 @@ def _random_scales(key, shape, scale):
 
 
 RANDOM = {"scales": _random_scales}
+
+
+def _vector_codes(load):
+    """As IQ1_S has them."""
+    high = points.each_part(load("qh"), [0, 4]) & 15
+    v = (load("qs").words() | (high & 7).words() << 8).rows_of(EIGHTHS)
+    r = -(high >> 3 << 1) + 1
+    return [v[64 * p : 64 * p + 64] + r.take(np.repeat(np.arange(8 * p, 8 * p + 8), 8)) for p in range(4)]
+
+
+def _vector_scales(load):
+    from pallas_kernels.cpu.values import F16
+
+    scales = load("scales")
+    d = ((scales >> 12) << NIBBLES).sum().as_type(F16).float()
+    return d.splat(16) * ((points.each_part(scales, [0, 3, 6, 9]) & 7).float() * 2.0 + 1.0) * 0.125
+
+
+CPU = Vectors(NATURAL, group=16, codes=_vector_codes, scales=_vector_scales, zero=16)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import in_chunks, joined, odd_scales, ternary_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice
 
@@ -64,3 +66,22 @@ def _stored(x, weights):
         "qs": numbers.astype(jnp.uint8),
         "qh": (high | (shifts[..., 0] < 0).astype(jnp.uint32) << 15).astype(jnp.uint16),
     }
+
+
+EIGHTHS = 8 * GRID + 16  # of v, as codes
+
+
+def _vector_codes(load):
+    """Codes are 8 (v + r) + 16."""
+    qh = load("qh")
+    numbers = load("qs").words() | (points.each_part(qh, [0, 3, 6, 9]) & 7) << 8
+    r = (-((qh >> 15) * 2) + 1).low_bytes()
+    v = numbers.rows_of(EIGHTHS)
+    return [v[64 * p : 64 * p + 64] + r.take(np.repeat([2 * p, 2 * p + 1], 32)) for p in range(4)]
+
+
+def _vector_scales(load):
+    return load("d").float().splat(8) * ((load("qh") >> 12 & 7).float() * 2.0 + 1.0) * 0.125
+
+
+CPU = Vectors(NATURAL, group=32, codes=_vector_codes, scales=_vector_scales, zero=16)

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights
-from pallas_kernels.formats.iq2_xs import TRIED
+from pallas_kernels.formats.iq2_xs import TRIED, vector_scales
 from pallas_kernels.formats.iq2_xxs import VALUES, half_scale, lattice, nibbles, signs
 
 WEIGHTS = 256
@@ -68,3 +70,12 @@ def _stored(x, weights, floor=WEIGHTED):
         "qh": joined((numbers >> 8).reshape(-1, 8, 4), 2).astype(jnp.uint8),
         "scales": joined(sc.reshape(-1, 8, 2), 4).astype(jnp.uint8),
     }
+
+
+def _vector_codes(load):
+    high = points.each_part(load("qh"), [0, 2, 4, 6]) & 3
+    numbers = load("qs").words() | high.words() << 8
+    return points.signed_codes(numbers.rows_of(GRID), load("signs"))
+
+
+CPU = Vectors(NATURAL, group=16, codes=_vector_codes, scales=vector_scales, zero=points.ZERO)

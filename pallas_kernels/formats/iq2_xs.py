@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import VALUES, even, half_scale, lattice, nibbles, signs
 
@@ -51,3 +53,16 @@ def _stored(x, weights):
         "qs": qs.astype(jnp.uint16),
         "scales": joined(sc.reshape(-1, 8, 2), 4).astype(jnp.uint8),
     }
+
+
+def _vector_codes(load):
+    qs = load("qs")
+    return points.signed_codes((qs & 511).rows_of(GRID), points.even_signs(qs >> 9))
+
+
+def vector_scales(load):
+    """Shared with IQ2_S."""
+    return load("d").float().splat(16) * (points.nibbles(load("scales")) + 0.5) * 0.25
+
+
+CPU = Vectors(NATURAL, group=16, codes=_vector_codes, scales=vector_scales, zero=points.ZERO)

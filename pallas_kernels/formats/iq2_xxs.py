@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import in_chunks, joined, odd, odd_scales, signed_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights, positive_fit
 
 
@@ -105,3 +107,16 @@ def half_scale(d, sc):
 def nibbles(scales):
     """4-bit scales, two per byte, the lower one first: uint8 [..., n] -> [..., 2 n]."""
     return jnp.stack([scales & 15, scales >> 4], axis=-1).reshape(*scales.shape[:-1], -1)
+
+
+def _vector_codes(load):
+    words = load("qs")
+    numbers = points.each_part(words[0:16:2], [0, 8, 16, 24]) & 255
+    return points.signed_codes(numbers.rows_of(GRID), points.signs_of_words(words[1:16:2]))
+
+
+def _vector_scales(load):
+    return load("d").float().splat(8) * ((load("qs")[1:16:2] >> 28).float() + 0.5) * 0.25
+
+
+CPU = Vectors(NATURAL, group=32, codes=_vector_codes, scales=_vector_scales, zero=points.ZERO)

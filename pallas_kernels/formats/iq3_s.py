@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import PLAIN, WEIGHTED, in_chunks, joined, odd_scales, signed_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice, nibbles, signs
 
@@ -64,3 +66,15 @@ def _stored(x, weights, floor=WEIGHTED):
         "signs": joined(negative, 1).astype(jnp.uint8),
         "scales": joined(sc.reshape(-1, 4, 2), 4).astype(jnp.uint8),
     }
+
+
+def _vector_codes(load):
+    numbers = load("qs").words() | load("qh").bits().bytes(1, 0).words() << 8
+    return points.signed_codes(numbers.rows_of(GRID), load("signs"))
+
+
+def _vector_scales(load):
+    return load("d").float().splat(8) * (points.nibbles(load("scales")) * 2.0 + 1.0)
+
+
+CPU = Vectors(NATURAL, group=32, codes=_vector_codes, scales=_vector_scales, zero=points.ZERO)

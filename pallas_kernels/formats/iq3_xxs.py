@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.codebooks import PLAIN, in_chunks, odd, odd_scales, signed_points
+from pallas_kernels.cpu import points
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.encoding import column_weights
 from pallas_kernels.formats.iq2_xxs import half_scale, lattice, sign_words, word_signs
 
@@ -62,3 +64,14 @@ def _stored(x, weights, floor=FLOOR):
         "qs": numbers.astype(jnp.uint8),
         "scales": sign_words(negative) | sc.astype(jnp.uint32) << 28,
     }
+
+
+def _vector_codes(load):
+    return points.signed_codes(load("qs").rows_of(GRID), points.signs_of_words(load("scales")))
+
+
+def _vector_scales(load):
+    return load("d").float().splat(8) * ((load("scales") >> 28).float() + 0.5) * 0.5
+
+
+CPU = Vectors(NATURAL, group=32, codes=_vector_codes, scales=_vector_scales, zero=points.ZERO)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import packing, tiles
-from pallas_kernels.cpu.values import F16
 from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.encoding import divided
 from pallas_kernels.formats.mxfp4 import VALUES, Signs, nearest, vector_codes
@@ -101,6 +100,8 @@ LANES = tiles.Lanes(WORDS, signed=True, minimums=False, scales=lane_scales)
 
 
 def vector_scales(load):
+    from pallas_kernels.cpu.values import F16
+
     d = load("d")
     d = d.compared("!=", 127).select(d, 0) & 127
     half = d.words() << 7

@@ -61,7 +61,7 @@ def without_kernels(monkeypatch):
 def test_auto_is_packed_where_kernels_read_every_matrix(with_memory):
     with_memory(1000)
     assert stored() == stored("synth:bonsai-4b:q4_k_m") == "packed"
-    assert stored("synth:tiny-llama:iq2_xs") == stored(impl="reference") == "decoded"
+    assert stored("synth:tiny-llama:iq2_xs") == "packed" and stored(impl="reference") == "decoded"
 
 
 def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(with_memory, monkeypatch, without_kernels):
