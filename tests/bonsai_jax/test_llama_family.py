@@ -146,10 +146,10 @@ def test_taps_add_up_and_gradients_are_differences(name):
         ("tiny-smollm3", "launches", "layer_products"),  # attention has launches of its own
         ("tiny-granite", "launches", "launches"),  # a residual scale
         ("tiny-mistral3", "launches", "layer_products"),  # a temperature
-        ("tiny-seed-oss", "one_launch", "layer_products"),
+        ("tiny-seed-oss", "one_launch", "one_launch"),
         ("tiny-glm4", "launches", "layer_products"),  # norms of what is added
         ("tiny-phi4", "launches", "layer_products"),  # a part of each head
-        ("tiny-ernie4.5", "one_launch", "layer_products"),
+        ("tiny-ernie4.5", "one_launch", "one_launch"),
         ("tiny-hunyuan", "launches", "layer_products"),  # norms after the rope
     ],
 )
