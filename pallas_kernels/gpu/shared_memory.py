@@ -11,7 +11,8 @@ CUDA_BYTES = 1024  # that CUDA takes of a multiprocessor for each block on it
 
 
 def bytes_of_block(most: int, at_once: int) -> int:
-    """Of `most`, what one block alone may have (device.shared_bytes), if so many share a multiprocessor."""
+    """What each block may have where `at_once` of them share a multiprocessor. most: what a block may have
+    that is alone on it (device.shared_bytes)."""
     return (most + CUDA_BYTES) // at_once - CUDA_BYTES
 
 

@@ -155,7 +155,7 @@ class _Layer(Layer):
         return state
 
     def _known(self) -> Ring:
-        """The ring of what is known ahead; made anew where it is used, as a window."""
+        """The ring of o and the next q, k and v. It is built where it is used, as a window is."""
         return Ring(*self.ring_of((OUT, NEXT_QKV), KNOWN, {NEXT_QKV: self.layer + 1}))
 
     def _mix(self):

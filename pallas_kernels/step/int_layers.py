@@ -275,8 +275,8 @@ class Layer:
         return state
 
     def window(self, number: int) -> Window:
-        """The ring for a product and the one behind it; made anew where it is used, so that what it is made
-        of is not kept in registers."""
+        """The ring for a product and the next one. It is built where it is used, so that registers need not
+        keep what it is built from."""
         following = self.layer + 1
         layers = {NEXT_QKV: following} if number != NEXT_QKV else {NEXT_QKV: following, OUT: following}
         return Window(*self.ring_of([number, (number + 1) % 4], 0, layers))

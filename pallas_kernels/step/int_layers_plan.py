@@ -53,7 +53,7 @@ def plan(
     products = shared_out(phases, bits, eps, activation)
     most = blocks_of_every_layer(products)
     products = in_pairs(shared_out(phases, bits, eps, activation, most=lambda _: most))
-    slot_bytes, layer = slots_of(products), bytes_of_block(products)
+    slot_bytes, layer = slots_of(products), layer_bytes(products)
 
     def on_its_way(depth: int) -> int:
         return min(WARPS * depth * slot_bytes, layer)
@@ -76,8 +76,8 @@ def blocks_of_every_layer(products: Products) -> int:
     return max(map(fewest, products))
 
 
-def bytes_of_block(products: Products) -> int:
-    """Of weights of a layer, at most."""
+def layer_bytes(products: Products) -> int:
+    """Bytes of a layer's weights that one block multiplies, at most."""
     return sum(
         max(part.tiles * part.item_bytes(p.matrices) * p.steps for p in each for part in p.plan.parts)
         for each in products

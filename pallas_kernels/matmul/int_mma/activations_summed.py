@@ -72,7 +72,10 @@ class SummedActivations(NamedTuple):
         self.added.barrier()
 
     def _factors(self, y: dict, counts: list) -> list:
-        """1 / rms(y) of each row, of which each warp has a part; counts: of the warp's steps."""
+        """1 / rms(y) of each row, of which each warp has a part.
+
+        counts  for each step of the warp, whether the lane's columns belong to the matrix
+        """
         sizes, smem = self.added.sizes, self.post_norm.squares_smem
         warps = sizes.plan.warps
         for row in range(sizes.rows):

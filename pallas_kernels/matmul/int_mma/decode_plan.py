@@ -13,7 +13,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
-SMALLEST_AT_ONCE = 4  # of the smallest blocks, on a multiprocessor, where each has so many tiles or more
+SMALLEST_AT_ONCE = 4  # blocks of 4 warps that share a multiprocessor, if each gets 4 tiles or more
 PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
@@ -40,7 +40,7 @@ class Part(NamedTuple):
     depth: int
 
     def item_bytes(self, units: int) -> int:
-        """Of so many tiles' 256 columns."""
+        """Bytes of an item that has 256 columns of `units` tiles."""
         return 32 * units * sum(map(lane_bytes, self.shapes))
 
 

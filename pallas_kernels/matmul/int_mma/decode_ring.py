@@ -197,9 +197,9 @@ class Ring:
 
 
 class Window(Ring):
-    """A ring of products that follow each other without end, of which it knows two at a time: that which is
-    multiplied, and the next one. Its state begins with how many slots were multiplied and could not be asked
-    for again, since all of both is on its way."""
+    """A ring for a launch that goes from product to product, layer after layer. It knows the product that is
+    multiplied and the next one. The first number of its state counts empty slots: all items of both products
+    were on their way when these slots came free."""
 
     def begun(self) -> list:
         """The state before the first product, for which `moved_on` is to be called."""
