@@ -267,14 +267,14 @@ def one_launch(problem: Step) -> str | None:
 def _one_launch_of_integers(problem: Step) -> str | None:
     if reason := _int_layers(problem):
         return reason
-    if problem.rows > 1:
-        return f"with weights of 2 to 8 bits it is for one row; {problem.rows} were asked for"
     from pallas_kernels.step import int_layers_plan  # only GPUs need it
 
     assert problem.layers is not None
     a = problem.attention
     heads = a.heads, a.kv_heads, a.head_dim
-    reason = int_layers_plan.refuses(problem.hidden, problem.ffn, heads, problem.bits, problem.layers)
+    reason = int_layers_plan.refuses(
+        problem.rows, problem.hidden, problem.ffn, heads, problem.bits, problem.layers
+    )
     return _in_this_share(reason)
 
 

@@ -47,7 +47,8 @@ def one_launch(
             from pallas_kernels.step import int_layers  # only GPUs need it
 
             activation = config.mlp.activation
-            out = int_layers.run(qkv, x[:, 0], stacks, inputs, activation=activation, **rest)
+            tokens = place_of(0, sizes).tokens
+            out = int_layers.run(qkv, x[:, 0], stacks, inputs, activation=activation, tokens=tokens, **rest)
         else:
             from pallas_kernels.step import experts_layers  # only GPUs need it
 
@@ -144,7 +145,7 @@ def layer_products(
     groups = {(place.settings.kind, place.group): place for place in places}
     _, inputs, outputs = zip(*(parts(place) for place in groups.values()), strict=True)
     rounded = kernels.rounded_vectors(
-        [part.stack for part in outputs], feed_forward, [part.stack for part in inputs], rows, normed_after
+        [part.stack for part in outputs], feed_forward, [part.stack for part in inputs], normed_after
     )
     norm, first, _ = parts(places[0])
     made = joined_product(x, (first.stack,), places[0], norm.stack)

@@ -243,10 +243,10 @@ class _Layer(Layer):
                     over_warps(lambda w, at=at: memory.load(dots_smem, w + at), WARPS) for at in (0, WARPS)
                 )
                 logit = dot * inverse_rms(squares, block.sizes.columns, block.sizes.eps)
-                self.send(LOGITS, lanes.block() + first, logit)
+                self.send(LOGITS, 0, lanes.block() + first, logit)
         missing = lanes.thread() + count
         with lanes.when((lanes.block() == 0) & (missing < self.experts.logits)):
-            self.send(LOGITS, missing, real(router.NONE))
+            self.send(LOGITS, 0, missing, real(router.NONE))
 
     def _choose(self, block: Block):
         """The chosen experts and the bits of their weights into shared memory."""

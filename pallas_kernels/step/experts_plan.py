@@ -27,7 +27,7 @@ def plan(
 
     def shared_out(most: int) -> int_layers_plan.Products:
         return int_layers_plan.shared_out(
-            phases, bits, eps, activation,
+            phases, 1, bits, eps, activation,
             most=lambda number: blocks // experts.used if number == GATE_UP else most,
             wide=lambda number: experts.used if number == DOWN else 1,
         )  # fmt: skip
@@ -67,7 +67,7 @@ def refuses(
         return "gate and up, or those of different layers, have different formats"
     if hidden > 4 * WARPS * TILE_COLUMNS:
         return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
-    attention = int_layers_plan.attention_of(*heads)
+    attention = int_layers_plan.attention_of(1, *heads)
     if attention.team != WARPS:
         return f"{heads[0]} query heads are more than blocks of attention"
     phases = int_layers_plan.phases_of(hidden, ffn, heads, layers)

@@ -1,5 +1,5 @@
-"""All layers of a decode step of one row in one launch, a block on each multiprocessor, for weights of 2 to 8
-bits.
+"""All layers of a decode step of up to 4 rows in one launch, a block on each multiprocessor, for weights of 2
+to 8 bits.
 
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, gate, up, activation] -> [down, + x] -> x
             -> [norm, next layer's q, k, v]
@@ -96,20 +96,20 @@ def _fields(w: QTensor, by_expert: bool) -> dict[str, jax.Array]:
 
 def run(
     qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], inputs: StepInputs,
-    *, eps: float, interleaved: bool, activation: Activation = SILU,
+    *, eps: float, interleaved: bool, activation: Activation = SILU, tokens: int = 1,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`int_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
     weights, where, settings = stacked(stacks)
     joined, o, gate, up, down = stacks
-    settings["rounded"] = rounded_vectors([o], (gate, up, down), [joined], 1)
+    settings["rounded"] = rounded_vectors([o], (gate, up, down), [joined])
     kernel = functools.partial(
-        int_layers, eps=eps, interleaved=interleaved, activation=activation, **settings
+        int_layers, eps=eps, interleaved=interleaved, activation=activation, tokens=tokens, **settings
     )
     return jax.custom_batching.sequential_vmap(kernel)(qkv, x, weights, where, inputs)
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats_of", "eps", "interleaved", "bits", "rounded", "activation")
+    jax.jit, static_argnames=("formats_of", "eps", "interleaved", "bits", "rounded", "activation", "tokens")
 )
 def int_layers(
     qkv: jax.Array,
@@ -124,13 +124,14 @@ def int_layers(
     bits: int = 8,
     rounded: tuple[bool, bool, bool] = (False, False, False),
     activation: Activation = SILU,
+    tokens: int = 1,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:
-    """One token of a row through all layers, whose q, k and v of the first are given.
+    """One token of each row through all layers, whose q, k and v of the first are given.
 
     x <- x + W_o attention(q, k, v);  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x);
     q, k, v <- W_qkv norm(x), of the next layer
 
-    qkv, x     float32 [1, W], without bias, [1, hidden]
+    qkv, x     float32 [rows, W], without bias, [rows, hidden]
     weights    of o, gate and up, down, and q, k and v: for each combination of formats that layers have its
                parts, rows below rows, of these a matrix or, for gate and up, two: stacks over layers
     where      int32 [4, L, 2]: of each product and layer the combination and the index in its stack
@@ -138,9 +139,10 @@ def int_layers(
     bits       8 or 16, to which activations are rounded
     rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`), where
                blocks make whole groups of 32
+    tokens     neighbouring rows that are one sequence's, one token after another
     Returns x and the pages, updated in place.
     """
-    hidden = x.shape[1]
+    rows, hidden = x.shape
     ffn = sum(fields["words"].shape[1] for fields, *_ in weights[GATE_UP][0]) * TILE_ROWS
     heads = query_width(qkv, inputs)
     columns = (heads, hidden, ffn, hidden)
@@ -148,12 +150,12 @@ def int_layers(
         [Phase(parts, formats, k) for parts, formats in zip(*each, strict=True)]
         for *each, k in zip(weights, formats_of, columns, strict=True)
     ]
-    attention = attention_of(inputs, heads, eps, interleaved)
-    planned = plan(phases, attention.scratch, bits, eps, activation)
+    attention = attention_of(inputs, heads, eps, interleaved, tokens)
+    planned = plan(phases, rows, attention.scratch, bits, eps, activation)
     if planned is None:
         raise NotImplementedError(
-            f"int_layers: activations of {bits} bits leave no room in {device.shared_bytes()} bytes of "
-            "shared memory"
+            f"int_layers: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
+            "shared memory; split the rows"
         )
     widths = [qkv.shape[1], heads, hidden, 0, ffn, hidden]
     # Blocks may have other tiles than `rounded_vectors` knows (int_layers_plan.blocks_of_every_layer).
@@ -172,14 +174,14 @@ def query_width(qkv: jax.Array, inputs: StepInputs) -> int:
     return qkv.shape[1] - 2 * kv_heads * head_dim
 
 
-def attention_of(inputs: StepInputs, width: int, eps: float, interleaved: bool) -> Attention:
+def attention_of(inputs: StepInputs, width: int, eps: float, interleaved: bool, tokens: int = 1) -> Attention:
     """With queries of all heads so wide."""
     page_size, kv_heads, head_dim = cache_layouts.shape(inputs.k_pages)[2:]
     return Attention(
-        rows=1, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
-        page_size=page_size, pages=inputs.block_table.shape[1], most_blocks=device.multiprocessors(),
+        rows=len(inputs.positions), kv_heads=kv_heads, group=width // (kv_heads * head_dim),
+        head_dim=head_dim, page_size=page_size, pages=inputs.block_table.shape[1], most_blocks=device.multiprocessors(),
         normed=inputs.head_norms is not None, eps=eps, interleaved=interleaved,
-        pairs=inputs.rotation[0].shape[-1],
+        pairs=inputs.rotation[0].shape[-1], tokens=tokens,
     )  # fmt: skip
 
 
@@ -189,12 +191,12 @@ def launched(
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """The launch.
 
-    widths     of the vectors that go from block to block
+    widths     of a row of the vectors that go from block to block
     more_smem  32-bit words of shared memory that only this type of layers has, by name
     more       operands that only this type of layers has
     """
-    first = qkv if inputs.bias is None else qkv + inputs.bias[0]
-    begun = jnp.pad(first_contents(first[0]), (0, sum(widths[1:]) + attention.partials))
+    first, rows = qkv if inputs.bias is None else qkv + inputs.bias[0], len(x)
+    begun = jnp.pad(first_contents(first.reshape(-1)), (0, rows * sum(widths[1:]) + attention.partials))
     workspace, x_ref = jax.new_ref(begun), jax.new_ref(x)
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
     layout = cache_layouts.recognize(inputs.k_pages)
@@ -202,7 +204,6 @@ def launched(
     rings = [
         WARPS * depth * size // 4 for depth, size in zip(planned.depths, planned.slot_bytes, strict=True)
     ]
-    integers = ("q_smem", "chosen_smem")
     launch(
         lambda **refs: Layers(layer_type, planned, attention, layout, widths, **refs).run(),
         {
@@ -218,7 +219,7 @@ def launched(
         scratch={
             **{f"ring_{i}_smem": plgpu.SMEM((size,), jnp.int32) for i, size in enumerate(rings)},
             **{
-                key: plgpu.SMEM((size,), jnp.int32 if key in integers else jnp.float32)
+                key: plgpu.SMEM((size,), jnp.int32 if key == "chosen_smem" else jnp.float32)
                 for key, size in words.items()
             },
         },
@@ -235,12 +236,12 @@ class Layers:
     def __init__(
         self, layer_type: "LayerType", planned: Planned, attention: Attention, layout, widths: list[int],
         *, x, weights, where, norms, head_norms, bias, pages, table, positions, rotation, workspace,
-        attention_smem, q_smem, stats_smem, sums_smem, squares_smem, **more,
+        q_smem, stats_smem, sums_smem, squares_smem, **more,
     ):  # fmt: skip
         self.layer_type, self.planned, self.attention, self.widths = layer_type, planned, attention, widths
         self.x, self.weights, self.where, self.norms = x, weights, where, norms
         self.bias, self.workspace, self.layers = bias, workspace, where.type.shape[1]
-        self.attention_smem, self.more = attention_smem, more
+        self.attention_smem, self.more = q_smem, more
         self.block_smem = {
             "q_smem": q_smem, "stats_smem": stats_smem, "sums_smem": sums_smem, "squares_smem": squares_smem
         }  # fmt: skip
@@ -319,7 +320,8 @@ class Layer:
         gamma, norm_layer = self.norm_before(number)
         residual = None
         if number in (OUT, DOWN):  # of this block's own threads, past a cache that is not kept up to date
-            residual = lambda row, n: memory.load_written_by_others(self.launch.x, n)  # noqa: E731
+            hidden = self.widths[OUTPUT]
+            residual = lambda row, n: memory.load_written_by_others(self.launch.x, row * hidden + n)  # noqa: E731
         elif number == NEXT_QKV and self.launch.bias is not None:
             residual = lambda row, n: memory.load(self.launch.bias, self.layer + 1, n)  # noqa: E731
 
@@ -327,17 +329,18 @@ class Layer:
 
         def store(y, row, n, rounding):
             if number in (OUT, DOWN):
-                memory.store(y, self.launch.x, 0, n)
+                memory.store(y, self.launch.x, row, n)
             n = n + begin if number == GATE_UP else n
             if rounds:
-                self.send_rounded(vector, n, y, *rounding)
+                self.send_rounded(vector, row, n, y, *rounding)
             else:
-                self.send(vector, n, y)
+                self.send(vector, row, n, y)
 
         return Block(
             product, share, store, residual, functools.partial(self.load, number), gamma_gmem=gamma,
             norm_layer=norm_layer, prefetch=self.rounding_for(number + 1) if rounds else None,
-            rounded=self.rounded.get(self.read_by(number), False), **self.launch.block_smem,
+            rounded=self.rounded.get(self.read_by(number), False), in_groups=rounds,
+            **self.launch.block_smem,
         )  # fmt: skip
 
     def rounding_for(self, reader: int) -> Callable:
@@ -370,7 +373,8 @@ class Layer:
         """What a product is multiplied by: from each (row, column) on 8 float32, or words of 8 integers."""
         vector = self.read_by(number)
         if self.rounded.get(vector):
-            return self.exchange(vector).receive_fours([at // 2 for _, at in places])
+            starts = [self.place(vector, row, at) // 2 for row, at in places]
+            return self.exchange(vector).receive_fours(starts)
         return self.receive(vector, places)
 
     @staticmethod
@@ -383,34 +387,43 @@ class Layer:
 
     def exchange(self, vector: int) -> Exchange:
         tag_of_layer = tag(self.layer + 1) if vector == QKV else self.tag
-        return Exchange(self.launch.workspace, sum(self.widths[:vector]), tag_of_layer)
+        begin = self.launch.attention.rows * sum(self.widths[:vector])
+        return Exchange(self.launch.workspace, begin, tag_of_layer)
 
-    def send(self, vector: int, n, y):
-        self.exchange(vector).send(n, [y])
+    def place(self, vector: int, row, n):
+        """Of a row's number n in a vector."""
+        return row * self.widths[vector] + n
 
-    def send_rounded(self, vector: int, n, y, gamma, group: int, is_halved):
+    def send(self, vector: int, row, n, y):
+        self.exchange(vector).send(self.place(vector, row, n), [y])
+
+    def send_rounded(self, vector: int, row, n, y, gamma, group: int, is_halved):
         """By all lanes of a warp: 8 neighbouring lanes' numbers, rounded for the product that reads them."""
         *words, squares = rounded_words(y, gamma, group, is_halved)
         with lanes.when(lanes.thread() % 8 == 0):
             exchange = self.exchange(vector)
-            exchange.send_four(n // 2, [*words, memory.tagged(squares, exchange.tag)])
+            at = self.place(vector, row, n) // 2
+            exchange.send_four(at, [*words, memory.tagged(squares, exchange.tag)])
 
     def receive(self, vector: int, places: list) -> list[list]:
         """Wait for 8 float32 from each (row, column) of a vector on."""
-        return self.exchange(vector).receive_eights([(at, 0) for _, at in places])
+        starts = [(at, row * self.widths[vector]) for row, at in places]
+        return self.exchange(vector).receive_eights(starts)
 
     def attend(self):
         """Attention, in those blocks that have a share of it."""
         launched, attention = self.launch, self.launch.attention
-        exchange = Exchange(launched.workspace, sum(self.widths), self.tag)
+        exchange = Exchange(launched.workspace, attention.rows * sum(self.widths), self.tag)
 
         def load_qkv(row, columns):
-            return Exchange(launched.workspace, 0, self.tag).receive([(column, 4) for column in columns])
+            begin = row * self.widths[QKV]
+            places = [((begin + first, more), 4) for first, more in columns]
+            return Exchange(launched.workspace, 0, self.tag).receive(places)
 
         with lanes.when(lanes.block() < attention.blocks):
             attention.run(
                 launched.cache, launched.bounds, index(self.layer), launched.attention_smem, load_qkv,
-                lambda y, row, n: self.send(ATTENDED, n, y), exchange,
+                lambda y, row, n: self.send(ATTENDED, row, n, y), exchange,
                 next_layer=index(self.clamped(self.layer + 1)),
             )  # fmt: skip
             lanes.block_barrier()

@@ -15,6 +15,7 @@ from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products
+MOST_ROWS = 4  # with 8 the products of 8 warps take longer than launches of 16 (LOG.md)
 # Of a warp's ring: the more is on its way, the longer activations wait (LOG.md). So it is at most a part of
 # what a block has of a layer, but for small layers.
 LEAST_DEPTH, MOST_DEPTH = 2, 4
@@ -42,17 +43,17 @@ class Planned(NamedTuple):
 
 
 def plan(
-    phases: Sequence[Sequence[Phase]], attention_words: int, bits: int, eps: float,
+    phases: Sequence[Sequence[Phase]], rows: int, attention_words: int, bits: int, eps: float,
     activation: Activation = SILU,
 ) -> Planned | None:  # fmt: skip
-    """Of one row for the default device, with one ring for all products; None where it has no room for two
-    items of each warp.
+    """For the default device, with one ring for all products; None where it has no room for two items of
+    each warp.
 
     phases  of each product, as Planned has them
     """
-    products = shared_out(phases, bits, eps, activation)
+    products = shared_out(phases, rows, bits, eps, activation)
     most = blocks_of_every_layer(products)
-    products = in_pairs(shared_out(phases, bits, eps, activation, most=lambda _: most))
+    products = in_pairs(shared_out(phases, rows, bits, eps, activation, most=lambda _: most))
     slot_bytes, layer = slots_of(products), layer_bytes(products)
 
     def on_its_way(depth: int) -> int:
@@ -85,7 +86,7 @@ def layer_bytes(products: Products) -> int:
 
 
 def shared_out(
-    phases: Sequence[Sequence[Phase]], bits: int, eps: float, activation: Activation,
+    phases: Sequence[Sequence[Phase]], rows: int, bits: int, eps: float, activation: Activation,
     most: Callable[[int], int] = lambda _: device.multiprocessors(), wide: Callable[[int], int] = lambda _: 1,
 ) -> Products:  # fmt: skip
     """The products among blocks of 8 warps.
@@ -96,9 +97,10 @@ def shared_out(
 
     def product(number: int, phase: Phase) -> IntegerProduct:
         parts = int_decode_plan.share_out(phase.parts, phase.formats, most(number))
-        plan = int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts)
+        padded = int_decode_plan.columns_of_rows(rows)[1]
+        plan = int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, padded), parts)
         return IntegerProduct(
-            plan, 1, phase.columns * wide(number), len(phase.parts[0]), eps, bits, activation
+            plan, rows, phase.columns * wide(number), len(phase.parts[0]), eps, bits, activation
         )
 
     return tuple(tuple(product(number, phase) for phase in each) for number, each in enumerate(phases))
@@ -130,31 +132,33 @@ def fits(products: Products, attention_words: int, *others: int) -> bool:
 
 
 def scratch_words(products: Products, attention_words: int) -> dict[str, int]:
-    """Shared memory besides the rings."""
+    """Shared memory besides the rings. Attention has that of a product's integers."""
     own = {name: ref.shape[0] for name, ref in scratch([p for each in products for p in each]).items()}
-    return {**own, "attention_smem": attention_words}
+    return {**own, "q_smem": max(own["q_smem"], attention_words)}
 
 
-def refuses(hidden: int, ffn: int, heads: tuple[int, int, int], bits: int, layers) -> str | None:
+def refuses(rows: int, hidden: int, ffn: int, heads: tuple[int, int, int], bits: int, layers) -> str | None:
     """Why layers without experts cannot be one launch on the default device, or None.
 
     heads   of queries, of keys, and their width
     layers  of each, (format, rows) of the parts of q, k and v, of o, gate, up and down
     """
+    if rows > MOST_ROWS:
+        return f"with weights of 2 to 8 bits it is for {MOST_ROWS} rows at most; {rows} were asked for"
     if any(gate != up for _, _, gate, up, _ in layers):
         return "gate and up have different formats"
-    attention = attention_of(*heads)
+    attention = attention_of(rows, *heads)
     if attention.team != WARPS:
-        return f"{heads[0]} query heads are more than blocks of attention"
-    if plan(phases_of(hidden, ffn, heads, layers), attention.scratch, bits, 0.0) is None:
-        return f"integers of {ffn} activations leave no room for weights on their way"
+        return f"{heads[0]} query heads, rows: {rows}, are more than blocks of attention"
+    if plan(phases_of(hidden, ffn, heads, layers), rows, attention.scratch, bits, 0.0) is None:
+        return f"integers of {ffn} activations, rows: {rows}, leave no room for weights on their way"
     return None
 
 
-def attention_of(query_heads: int, kv_heads: int, head_dim: int) -> decode_plan.Plan:
-    """As far as its shared memory depends on it."""
+def attention_of(rows: int, query_heads: int, kv_heads: int, head_dim: int) -> decode_plan.Plan:
+    """As far as its shared memory depends on it, of rows of one sequence, which need most."""
     group, blocks = query_heads // kv_heads, device.multiprocessors()
-    return decode_plan.Plan(1, kv_heads, group, head_dim, 1, 1, blocks, True, 0.0, False)
+    return decode_plan.Plan(rows, kv_heads, group, head_dim, 1, 1, blocks, True, 0.0, False, tokens=rows)
 
 
 def phases_of(hidden: int, ffn: int, heads: tuple[int, int, int], layers) -> list[list[Phase]]:

@@ -162,7 +162,8 @@ def _body(
     def receive(vector: int, places: list) -> list[list]:
         """Wait for 8 float32 from each (row, column) of a vector on, or words of 8 integers."""
         if rounded[vector]:
-            return exchanges[vector].receive_fours([at // 2 for _, at in places])
+            starts = [(row * widths[vector] + at) // 2 for row, at in places]
+            return exchanges[vector].receive_fours(starts)
         return exchanges[vector].receive_eights([(at, row * widths[vector]) for row, at in places])
 
     def receive_each(vector: int, places: list) -> list:
@@ -175,7 +176,8 @@ def _body(
             return
         *words, squares = rounded_words(y, gamma, products[vector + 1].activation_group)
         with lanes.when(lanes.thread() % 8 == 0):
-            exchanges[vector].send_four(n // 2, [*words, memory.tagged(squares, tag_of_layer)])
+            at = (row * widths[vector] + n) // 2
+            exchanges[vector].send_four(at, [*words, memory.tagged(squares, tag_of_layer)])
 
     def store(number: int, y, row, n, gamma):
         if number in (0, 2) and post_norm_gmem is None:
@@ -226,7 +228,7 @@ def _body(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), prefetch=gammas.get(number),
                 rounded=number > 0 and rounded[number - 1], rotation=rotating[number],
-                post_norm=post_norms.get(number), **refs,
+                post_norm=post_norms.get(number), in_groups=number in later and rounded[number], **refs,
             )
             for share in shares[number]
         ]

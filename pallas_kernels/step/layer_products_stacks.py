@@ -82,7 +82,6 @@ def rounded_vectors(
     outputs: Sequence[LayerStack],
     ffn: tuple[LayerStack, LayerStack, LayerStack],
     inputs: Sequence[LayerStack],
-    rows: int,
     post_norms: bool = False,
 ) -> tuple[bool, bool, bool]:
     """Which of the vectors that go from block to block are passed on as integers: what o, gate and up, and
@@ -95,14 +94,14 @@ def rounded_vectors(
     """
     gate, up, down = ffn
     return (
-        not post_norms and _is_rounded(outputs, (gate, up), rows),
-        _is_rounded((gate,), (down,), rows),
-        not post_norms and _is_rounded((down,), inputs, rows),
+        not post_norms and _is_rounded(outputs, (gate, up)),
+        _is_rounded((gate,), (down,)),
+        not post_norms and _is_rounded((down,), inputs),
     )
 
 
-def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
-    """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
+def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack]) -> bool:
+    """Of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
     what follows have the same groups. For 1-bit weights these are 128 columns, more than most blocks make."""
     if any(formats.family(w.format) == "bit" for w in leaves(users)):
         return False
@@ -114,8 +113,7 @@ def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows:
         for part in user.parts
     ]
     return (
-        rows == 1
-        and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
+        all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
         and all(n % 2 == 0 for n in (*tiles, *block_tiles))
         and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
         and all(len(part_groups) == 1 for part_groups in groups)

@@ -176,7 +176,7 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
 
     of_layer = tuple(OfLayer(of, 0) for of in (norms[1], gate, up, down))
     following = OfLayer(norms[0], 1), OfLayer(qkv, 1)
-    integers = layer_products_stacks.rounded_vectors([o], (gate, up, down), [qkv], 1)
+    integers = layer_products_stacks.rounded_vectors([o], (gate, up, down), [qkv])
     assert any(integers)
 
     def run(rounded):

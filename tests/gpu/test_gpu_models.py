@@ -76,18 +76,24 @@ def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("source", "rows"),
     [
-        *(f"tiny-llama:{format}" for format in (*K_QUANTS, "q8_0")),
-        *("tiny-qwen3:q4_k_m", "tiny-qwen2:q5_k_m", "smollm2-135m:q4_1", "bonsai-4b:q4_k_m"),
+        *((f"tiny-llama:{format}", rows) for format in (*K_QUANTS, "q8_0") for rows in (1, 8)),
+        *(
+            ("tiny-qwen3:q4_k_m", 1),
+            ("tiny-qwen2:q5_k_m", 3),
+            ("smollm2-135m:q4_1", 1),
+            ("smollm2-135m:q4_1", 5),
+        ),
+        *(("bonsai-4b:q4_k_m", 1), ("bonsai-4b:q4_k_m", 2)),
     ],
 )
-def test_a_step_in_one_launch_is_that_of_launches(source):
+def test_a_step_in_one_launch_is_that_of_launches(source, rows):
     """After so many keys that blocks share them out. The widths of SmolLM2 are no multiples of 256."""
-    ids = np.random.default_rng(7).integers(0, 256, (1, 150))
+    ids = np.random.default_rng(7).integers(0, 256, (rows, 150))
     load = lambda **options: bj.load(f"synth:{source}", bj.RunConfig(**options))  # noqa: E731
     kl = kl_of_schedules(load, "one_launch", ids).max()
-    print(f"{source}: KL {kl:.1e}")
+    print(f"{source}, {rows} rows: KL {kl:.1e}")
     assert kl < 1e-6
 
 

@@ -315,13 +315,14 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
         experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
         formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
     )  # fmt: skip
-    vectors, inputs = _of_one_row(layers, hidden, (32, 4, 128), pages, layout)
+    vectors, inputs = _of_rows(1, layers, hidden, (32, 4, 128), pages, layout)
     return f, (*vectors, weights, _where(layers), _vector(layers, 128, hidden), inputs)
 
 
 def one_launch_of_integers(
-    layers, o, gate_up, down, qkv, hidden=4096, ffn=12288, heads=(32, 8, 128), layout="bfloat16", bits=8
-):
+    layers, o, gate_up, down, qkv, hidden=4096, ffn=12288, heads=(32, 8, 128), layout="bfloat16", bits=8,
+    rows=1, tokens=1,
+):  # fmt: skip
     """All layers of a step of the 8B, or of another model: formats of o, of gate and up, and, for each
     combination that layers have, of down, and the parts of q, k and v."""
 
@@ -334,9 +335,10 @@ def one_launch_of_integers(
     weights = tuple(stacks(of, *each) for of, each in zip(combinations, sizes, strict=True))
     f = functools.partial(
         int_layers.int_layers, eps=1e-6, interleaved=False, bits=bits, rounded=(bits == 8,) * 3,
+        tokens=tokens,
         formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
     )  # fmt: skip
-    vectors, inputs = _of_one_row(layers, hidden, heads, 34, layout)
+    vectors, inputs = _of_rows(rows, layers, hidden, heads, 34, layout)
     return f, (*vectors, weights, _where(layers), inputs)
 
 
@@ -349,15 +351,15 @@ def _where(layers):
     return _vector(4, layers, 2, dtype=jnp.int32)
 
 
-def _of_one_row(layers, hidden, heads, pages, layout):
-    """q, k and v, and x; StepInputs with so many pages."""
+def _of_rows(rows, layers, hidden, heads, pages, layout):
+    """q, k and v, and x; StepInputs with so many pages of a row."""
     query_heads, kv_heads, head_dim = heads
     cache = pages_of(layout, layers, pages, 64, kv_heads, head_dim)
     width = (query_heads + 2 * kv_heads) * head_dim
-    return (_vector(1, width), _vector(1, hidden)), StepInputs(
+    return (_vector(rows, width), _vector(rows, hidden)), StepInputs(
         *(_vector(layers, hidden),) * 2, None, (_vector(layers, head_dim),) * 2,
-        (_vector(1, head_dim // 2),) * 2, cache, cache, _vector(1, pages, dtype=jnp.int32),
-        _vector(1, dtype=jnp.int32),
+        (_vector(rows, head_dim // 2),) * 2, cache, cache, _vector(rows, pages, dtype=jnp.int32),
+        _vector(rows, dtype=jnp.int32),
     )  # fmt: skip
 
 

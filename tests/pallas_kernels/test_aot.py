@@ -235,6 +235,19 @@ HOT_ON_HOPPER = {
     "one launch, 8B, Q8_0, 16 bits, int8": lambda: one_launch_of_integers(
         36, *["q8_0"] * 2, ["q8_0"], [[("q8_0", 6144)]], layout="int8", bits=16
     ),
+    **{
+        f"one launch, 8B, Q4_K_M, {rows} rows{of_one}": functools.partial(
+            one_launch_of_integers,
+            36,
+            "q4_k",
+            "q4_k",
+            ["q6_k", "q4_k"],
+            [[("q4_k", 5120), ("q6_k", 1024)], [("q4_k", 6144)]],
+            rows=rows,
+            tokens=rows if of_one else 1,
+        )
+        for rows, of_one in ((2, ""), (4, " of one"), (8, ""))
+    },
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),
     "one launch, 8B, adapter, bfloat16": lambda: one_launch(

@@ -21,7 +21,8 @@ EPS, D, PAGE_SIZE = 1e-6, 64, 16
 CASES = [
     # hidden, heads, KV heads, experts (0: there are none), used, ffn, normalized; of each layer formats of o,
     # gate and up, down; parts of q, k, v; blocks, keys before, bits; rows of the router: all random, each
-    # twice, or all zeros
+    # twice, or all zeros. Keys of several rows, each its own; a list: of tokens of one sequence, for each
+    # sequence one
     (
         512, 8, 2, 8, 2, 256, True,
         [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k")],
@@ -50,6 +51,21 @@ CASES = [
     (4096, 4, 1, 0, 0, 1024, None, [("q2_k", "q2_k", "q3_k")] * 2, [[("q2_k", 384)]] * 2, 32, 300, 8, None),
     (192, 3, 1, 0, 0, 352, None, [("q4_1", "q4_1", "q4_1")] * 2, [[("q4_1", 320)]] * 2, 12, 40, 16, None),
     (3072, 2, 2, 0, 0, 288, None, [("q8_0", "mxfp4", "q5_0")] * 2, [[("q4_0", 384)]] * 2, 40, 140, 16, None),
+    # several rows; of the second scales of 16 columns and of 32, of the third blocks without whole groups
+    (
+        512, 8, 2, 0, 0, 768, None,
+        [("q4_k", gate, down) for gate, down in (("q4_k", "q6_k"), ("q5_k", "q4_k"), ("q4_k", "q4_k"))],
+        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)]],
+        6, (5, 40, 0), 16, None,
+    ),
+    (
+        512, 4, 1, 0, 0, 1024, None, [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k")],
+        [[("q4_k", 384)]] * 2, 8, (70, 3, 15, 31, 200, 0, 16, 90), 8, None,
+    ),
+    (512, 4, 1, 0, 0, 1024, None, [("q4_k",) * 3] * 2, [[("q4_k", 384)]] * 2, 11, (70, 9), 8, None),
+    (192, 3, 1, 0, 0, 352, None, [("q4_1",) * 3] * 2, [[("q4_1", 320)]] * 2, 12, (40, 1, 2, 3, 17), 16, None),
+    (512, 4, 1, 0, 0, 1024, None, [("q4_k",) * 3] * 2, [[("q4_k", 384)]] * 2, 8, [70, 70, 70, 70], 8, None),
+    (512, 4, 2, 0, 0, 1024, None, [("q5_0",) * 3] * 2, [[("q8_0", 512)]] * 2, 8, [9, 9, 140, 140], 16, None),
 ]  # fmt: skip
 
 
@@ -57,18 +73,22 @@ def activation_of(case):
     return GELU_TANH if case is CASES[1] else SILU
 
 
-def composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation):
+def composed(
+    case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation, tokens
+):
     """float64: x and the pages."""
+    each = lambda a: np.asarray(a).reshape(-1, tokens, *a.shape[1:])  # noqa: E731
+    angles = tuple(each(r[:, 0]) for r in rotation)
     used, normalized = case[4], case[6]
     norm = lambda x, gamma: gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)  # noqa: E731
     x = x.astype(np.float64)
     for layer, (o, gate, up, down, _) in enumerate(layers):
         qkv = qkv if bias is None else qkv + bias[layer]
         out, *pages, _ = attend_jit(
-            np.float32(qkv)[:, None], *pages, table, positions[:, None], layer, rotation=rotation, eps=EPS,
+            each(np.float32(qkv)), *pages, table[::tokens], each(positions), layer, rotation=angles, eps=EPS,
             interleaved=False, norms=head_norms, num_keys=int(positions.max()) + 1,
         )  # fmt: skip
-        x = x + np.asarray(out, np.float64)[:, 0] @ o.T
+        x = x + np.asarray(out, np.float64).reshape(len(x), -1) @ o.T
         n = norm(x, norms[0][layer])
         feed_forward = DEFINITIONS[activation_of(case)]
         if router is None:
@@ -139,13 +159,16 @@ def test_layers_in_one_launch_are_float64_s(case):
     head_norms = tuple(1 + 0.1 * draw(L, D) for _ in range(2))
     width = (H + 2 * Hkv) * D
     bias = 0.3 * draw(L, width) if case in (CASES[0], CASES[4]) else None
-    count = keys // PAGE_SIZE + 2
-    table = rng.permutation(count).reshape(1, count).astype(np.int32)
-    pages = tuple(pages_of("float16", draw(L, count, PAGE_SIZE, Hkv, D)) for _ in range(2))
-    positions = np.asarray([keys], np.int32)
+    positions, tokens = np.atleast_1d(np.asarray(keys, np.int32)), 1
+    if isinstance(keys, list):
+        tokens = keys.count(keys[0])
+        positions = positions + np.arange(len(keys), dtype=np.int32) % tokens
+    R, count = len(positions), int(positions.max()) // PAGE_SIZE + 2
+    table = rng.permutation(R // tokens * count).reshape(-1, count).astype(np.int32).repeat(tokens, axis=0)
+    pages = tuple(pages_of("float16", draw(L, table.size, PAGE_SIZE, Hkv, D)) for _ in range(2))
     angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
     rotation = np.cos(angle), np.sin(angle)
-    qkv, x = draw(1, width), draw(1, hidden)
+    qkv, x = draw(R, width), draw(R, hidden)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         ffn_norm, attn_norm = norms
@@ -157,12 +180,14 @@ def test_layers_in_one_launch_are_float64_s(case):
         operands = qkv, x, tuple(weights), np.asarray(where, np.int32)
         if router is None:
             rounded = (bits == 8,) * 3  # what follows has groups of one size in each layer
-            got = int_layers.int_layers(*operands, inputs, rounded=rounded, **settings)
+            got = int_layers.int_layers(*operands, inputs, rounded=rounded, tokens=tokens, **settings)
         else:
             experts = experts_layers.Experts(E, used, normalized)
             got = experts_layers.experts_layers(*operands, router, inputs, experts=experts, **settings)
-    want = composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation)
+    weights = layers, router, norms, head_norms, bias
+    want = composed(case, qkv, x, *weights, pages, table, positions, rotation, tokens)
     limit = 2e-2 if bits == 8 else 3e-4
-    assert np.linalg.norm(got[0] - want[0]) < limit * np.linalg.norm(want[0])
+    for row, row_want in zip(got[0], want[0], strict=True):
+        assert np.linalg.norm(row - row_want) < limit * np.linalg.norm(row_want)
     for a, b in zip(got[1:], want[1], strict=True):
         np.testing.assert_allclose(numbers_of(a), numbers_of(b), atol=5e-3 if bits == 16 else 0.1)

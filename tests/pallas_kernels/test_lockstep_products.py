@@ -87,7 +87,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
         phases = layer_products.phases_of(weights, formats, width, hidden)
         planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
         assert planned is not None
-        integers = layer_products_stacks.rounded_vectors([o_], (gate_, gate_, down_), [qkv_], rows)
+        integers = layer_products_stacks.rounded_vectors([o_], (gate_, gate_, down_), [qkv_])
         assert all(integers) == (case in (CASES[0], CASES[11]))
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
@@ -255,7 +255,7 @@ def test_a_vector_is_passed_on_alike_in_all_layers():
     with mock.patch.object(device, "default", lambda: gpu):
 
         def of_kinds(outputs, inputs):
-            return layer_products_stacks.rounded_vectors(outputs, (attention,) * 3, inputs, 1)
+            return layer_products_stacks.rounded_vectors(outputs, (attention,) * 3, inputs)
 
         assert of_kinds([attention, delta], [delta, attention]) == (True, True, True)
         assert of_kinds([attention, apart], [delta, attention]) == (False, True, True)

@@ -293,7 +293,7 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 )
 def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
-    assert choose(dataclasses.replace(KQ_STEP, rows=2)) == "layer_products"
+    assert choose(dataclasses.replace(KQ_STEP, rows=2, plain=False)) == "layer_products"
     problem = dataclasses.replace(KQ_STEP, **change)
     all_1_bit = problem.layers is Q1_LAYERS
     assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms") or all_1_bit
@@ -305,7 +305,7 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
     ("change", "reason"),
     [
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
-        ({"rows": 2}, "with weights of 2 to 8 bits it is for one row; 2 were asked for"),
+        ({"rows": 5}, "with weights of 2 to 8 bits it is for 4 rows at most; 5 were asked for"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, rotated=32)}, "turns multiples of 64"),
         ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
@@ -329,7 +329,7 @@ def test_layers_of_integers_whose_widths_are_no_multiples_of_256_are_one_launch(
     layer = tuple((("q4_1", n),) for n in (960, 576, 1536, 1536, 576))
     attention = dataclasses.replace(STEP.attention, heads=9, kv_heads=3, head_dim=64)
     problem = dataclasses.replace(STEP, hidden=576, ffn=1536, layers=(layer,) * 30, attention=attention)
-    assert selection.schedules(problem)[:2] == ((1, "one_launch"), (2, "layer_products"))
+    assert selection.schedules(problem)[0] == (4, "one_launch")
 
 
 @pytest.mark.parametrize("sizes", [(2560, 9728, (32, 8, 128)), (4096, 12288, (32, 8, 128))], ids=["4B", "8B"])
@@ -340,7 +340,9 @@ def test_no_block_has_something_to_do_in_some_layers_alone(sizes, monkeypatch):
     whole, mixed = layer_of(["q4_k"] * 5, hidden, ffn), layer_of(["q4_k"] * 4 + ["q6_k"], hidden, ffn)
     layers = ((("q4_k", 6144),), *whole[1:]), ((("q4_k", 5120), ("q6_k", 1024)), *mixed[1:])
     phases = int_layers_plan.phases_of(hidden, ffn, heads, layers)
-    products = int_layers_plan.plan(phases, int_layers_plan.attention_of(*heads).scratch, 8, 0.0).products
+    products = int_layers_plan.plan(
+        phases, 1, int_layers_plan.attention_of(1, *heads).scratch, 8, 0.0
+    ).products
     blocks = [[sum(part.blocks for part in p.plan.parts) for p in each] for each in products]
     assert max(map(max, blocks)) <= max(map(min, blocks))
 
@@ -382,7 +384,7 @@ def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reas
     assert choose(problem) == "launches"
     with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
         choose(problem, impl="one_launch")
-    without = dataclasses.replace(MOE_STEP, experts=None, rows=2)
+    without = dataclasses.replace(MOE_STEP, experts=None, rows=2, plain=False)
     assert choose(without) == "layer_products"
     with pytest.raises(NotImplementedError, match="is for layers without experts"):
         choose(MOE_STEP, impl="layer_products")
@@ -403,7 +405,7 @@ def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_89"])
     of_rows = [choose(dataclasses.replace(KQ_STEP, platform="sm_89", rows=rows)) for rows in (1, 2)]
     assert of_rows == ["layer_products", "launches"]
-    with pytest.raises(NotImplementedError, match="integers of 12288 activations leave no room for weights"):
+    with pytest.raises(NotImplementedError, match="integers of 12288 activations, rows: 1, leave no room"):
         choose(dataclasses.replace(KQ_STEP, platform="sm_89"), impl="one_launch")
 
 
@@ -532,14 +534,13 @@ def test_what_cannot_be_a_candidate_is_an_error_with_the_reason(change, error):
 def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert selection.schedules(STEP) == ((24, "one_launch"), (256, "layer_gemms"))
-    few = (1, "one_launch"), (2, "layer_products"), (8, "launches"), (256, "layer_gemms")
-    assert selection.schedules(KQ_STEP) == few
+    others = (8, "launches"), (256, "layer_gemms")
+    assert selection.schedules(KQ_STEP) == ((4, "one_launch"), *others)
+    assert selection.schedules(dataclasses.replace(KQ_STEP, plain=False)) == ((2, "layer_products"),)
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
     two_rows = (1, "launches"), (2, "layer_products")  # of 1 bit
     assert selection.schedules(STEP, "layer_products") == two_rows
-    others = (8, "launches"), (256, "layer_gemms")
     assert selection.schedules(dataclasses.replace(STEP, plain=False))[:2] == two_rows
-    assert selection.schedules(KQ_STEP)[2:] == others
     with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run .*bulk copies"):
         selection.schedules(dataclasses.replace(STEP, platform="sm_80"), "one_launch")

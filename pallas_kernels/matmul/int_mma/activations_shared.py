@@ -1,6 +1,6 @@
 """Activations to integers in shared memory, for decode.py: each warp makes those that it multiplies.
 
-    x, 4 / rows steps of 256 columns at once, 8 columns of each row a lane
+    x, 4 / rows (8 / rows, if rounded) steps of 256 columns at once, 8 columns of each row a lane
         -> times gamma, squares added up -> absmax of a scale group -> q, signed, of 8 or 16 bits
 
     q      [digit of 8 bits, the lowest first][row of x, padded] of row_bytes: a byte a column
@@ -59,8 +59,9 @@ class WarpActivations(NamedTuple):
 
     @property
     def at_once(self) -> int:
-        """Steps of a pass."""
-        return -(-self.sizes.per_warp // -(-self.sizes.per_warp // max(1, 4 // self.sizes.rows)))
+        """Steps of a pass. 8 rounded columns take half of the registers of 8 float32."""
+        most = max(1, (8 if self.rounded else 4) // self.sizes.rows)
+        return -(-self.sizes.per_warp // -(-self.sizes.per_warp // most))
 
     @property
     def places(self) -> list[tuple[int, int]]:

@@ -46,15 +46,18 @@ class Block:
     rounded    as in WarpActivations; not with a rotation
     rotation   of the activations: RotatedColumns' flips_gmem, block, heads and rotated_smem; None: none
     post_norm  of what load_x loads, which is then added to x (activations_summed.py); None: it is x itself
+    in_groups  whether a warp's results are 32 neighbours of one row, for a `store` that rounds them: of parts
+               whose blocks have even numbers of tiles
     Refs are named as `int_decode` names what they are of.
     """
 
     def __init__(
         self, sizes: int_decode_plan.IntegerProduct, share: Share, store, residual, load_x, *,
         gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, prefetch=None,
-        rounded=False, rotation=None, post_norm: PostNorm | None = None,
+        rounded=False, rotation=None, post_norm: PostNorm | None = None, in_groups=False,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
+        self.in_groups = in_groups
         self.format_lanes, warp_activations, self.lane_columns = _arithmetic(self.part.format)
         self.normed = gamma_gmem is not None
         self.store, self.residual, self.prefetch = store, residual, prefetch
@@ -166,7 +169,11 @@ class Block:
     def output(self, at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
         inside, above = at % TILE_ROWS, at // TILE_ROWS
-        row, j = above % self.sizes.rows, above // self.sizes.rows
+        if self.in_groups and self.sizes.rows > 1:  # two tiles of a row beside each other
+            second, above = above % 2, above // 2
+            row, j = above % self.sizes.rows, above // self.sizes.rows * 2 + second
+        else:
+            row, j = above % self.sizes.rows, above // self.sizes.rows
         tile = index(self.share.first_tile + first + self.part.above) + j
         return j, row, inside, tile * TILE_ROWS + inside
 
