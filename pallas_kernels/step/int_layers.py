@@ -179,9 +179,9 @@ def attention_of(inputs: StepInputs, width: int, eps: float, interleaved: bool, 
     page_size, kv_heads, head_dim = cache_layouts.shape(inputs.k_pages)[2:]
     return Attention(
         rows=len(inputs.positions), kv_heads=kv_heads, group=width // (kv_heads * head_dim),
-        head_dim=head_dim, page_size=page_size, pages=inputs.block_table.shape[1], most_blocks=device.multiprocessors(),
-        normed=inputs.head_norms is not None, eps=eps, interleaved=interleaved,
-        pairs=inputs.rotation[0].shape[-1], tokens=tokens,
+        head_dim=head_dim, page_size=page_size, pages=inputs.block_table.shape[1],
+        most_blocks=device.multiprocessors(), normed=inputs.head_norms is not None, eps=eps,
+        interleaved=interleaved, pairs=inputs.rotation[0].shape[-1], tokens=tokens,
     )  # fmt: skip
 
 

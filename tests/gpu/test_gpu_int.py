@@ -159,8 +159,9 @@ def test_parts_of_other_formats_are_one_product(rows):
     np.testing.assert_allclose(together, np.concatenate(alone, -1), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("formats_of", [("q2_k",) * 4, ("q4_k", "q4_k", "q6_k", "iq4_xs")], ids=str)
-def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
+def test_activations_passed_on_as_integers_are_those_of_float32(formats_of, rows):
     """But for what falls to the other side of .5 for the 22 bits of float32 on their way."""
     hidden, ffn = 4096, 4096
     shapes = ((hidden, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn), (6144, hidden))
@@ -169,9 +170,9 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
         LayerStack((for_device(stack(format, *shape, 2, seed)),), ((0, 0), (0, 1)))
         for seed, (format, shape) in enumerate(zip((o, gate_up, gate_up, down, qkv), shapes, strict=True))
     ]
-    attended, x = jax.random.normal(jax.random.key(1), (2, 1, hidden))
+    attended, x = jax.random.normal(jax.random.key(1), (2, rows, hidden))
     norms = 1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden))
-    workspace = jnp.zeros(workspace_words(1, hidden, ffn), jnp.int32)
+    workspace = jnp.zeros(workspace_words(rows, hidden, ffn), jnp.int32)
     o, gate, up, down, qkv = stacks
 
     of_layer = tuple(OfLayer(of, 0) for of in (norms[1], gate, up, down))
