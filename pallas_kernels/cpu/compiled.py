@@ -107,7 +107,7 @@ def _engine() -> llvm.ExecutionEngine:
     """The owner of the code, for as long as the process lives."""
     _machine()
     library = ctypes.CDLL(None) if os.name == "posix" else ctypes.CDLL("msvcrt")
-    for name in ("malloc", "free"):
+    for name in ("malloc", "free", "memcpy"):
         llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
     pause = library.sched_yield if os.name == "posix" else ctypes.WinDLL("kernel32").SwitchToThread
     llvm.add_symbol("other_threads_first", ctypes.cast(pause, ctypes.c_void_p).value)

@@ -255,6 +255,10 @@ class Value:
         """Load a value. With `count`, load this many elements of a vector, followed by zeros."""
         if count is None:
             return self._made(self.b.load(self.ir, align=1, typ=kind))
+        if not _has_masks(kind.element):
+            held = Variable(constant(self.b, kind, 0))
+            _copy(self._made(held.place), self, kind, count)
+            return held.value
         mask = _first(count, kind.count)
         name = f"llvm.masked.load.{_suffix(kind)}.p0"
         zeros = constant(self.b, kind, 0)
@@ -270,8 +274,29 @@ class Value:
         if count is None:
             self.b.store(value.ir, self.ir, align=1)
             return
+        if not _has_masks(value.element):
+            _copy(self, self._made(Variable(value).place), value.type, count)
+            return
         name = f"llvm.masked.store.{_suffix(value.type)}.p0"
         intrinsic(name, ir.VoidType(), value, self, Value(self.b, I32(1)), _first(count, value.count))
+
+
+def _has_masks(element: Type) -> bool:
+    """Whether the processor loads and stores some of a vector's elements. Where it does not, LLVM makes a
+    branch for each, which takes it minutes."""
+    return compiled.has("avx512bw") or (compiled.has("avx2") and element in (I32, F32))
+
+
+def _copy(to: Value, source: Value, kind: Type, count: Value) -> None:
+    """Copy the first `count` elements of a vector, at most all of them."""
+    count = count if count.type == I64 else count.signed(I64)
+    count = count.at_most(kind.count).at_least(0)
+    size = {F16: 2, F32: 4}.get(kind.element) or kind.element.width // 8
+    b, name = to.b, "memcpy"
+    memcpy = b.module.globals.get(name) or ir.Function(
+        b.module, ir.FunctionType(ADDRESS, [ADDRESS, ADDRESS, I64]), name
+    )
+    b.call(memcpy, [to.ir, source.ir, (count * size).ir])
 
 
 def _first(count: Value, lanes: int) -> Value:

@@ -92,7 +92,8 @@ def test_generate_the_engine_and_single_steps_write_the_same_text(name):
         np.testing.assert_allclose(last, [each[step] for each in whole], atol=1e-3)
         tokens, lengths = np.array(outputs)[:, step : step + 1], np.ones(len(PROMPTS), np.int32)
 
-    with bj.Engine(own, max_batch_size=len(PROMPTS), context=128) as engine:
+    # Places for all states of the three, whatever the order in which they are read.
+    with bj.Engine(own, max_batch_size=len(PROMPTS), context=128, checkpoints=8) as engine:
         for cached in (0, 16):
             answers = [engine.submit(prompt, **options) for prompt in PROMPTS]
             answers = [answer.result() for answer in answers]

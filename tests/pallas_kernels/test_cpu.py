@@ -225,6 +225,53 @@ def test_processors_without_avx512_have_the_product_too(vnni, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def for_arm():
+    """In a process of its own: kernels as processors with NEON have them, compiled for one of these too, and
+    run on this one."""
+    from llvmlite import binding as llvm
+
+    import bonsai_jax as bj
+    from pallas_kernels.cpu import compiled
+
+    compiled._machine()  # this processor's
+    compiled.processor = lambda: ("generic", "+neon")
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+    arm = llvm.Target.from_triple("aarch64-unknown-linux-gnu").create_target_machine(features="+neon", opt=3)
+    times, code = [], compiled._code
+
+    def both(text):
+        module = llvm.parse_assembly(text)
+        module.triple, module.data_layout = arm.triple, str(arm.target_data)
+        began = time.perf_counter()
+        assert arm.emit_object(module)
+        times.append(time.perf_counter() - began)
+        return code(text)
+
+    compiled._code = both
+    for format in ("q4_k", "f16"):
+        for rows in (2, 9):
+            w, dense = weights(format, 1, 37, WHOLE)
+            x = exact_activations(np.random.default_rng(rows), rows, WHOLE).astype(np.float32)
+            assert error(matmul(x, w), x @ dense.T) < 2e-6, (format, rows)
+    products = len(times)
+    bj.generate(bj.load("synth:tiny-llama:q8_0"), "a b c", max_new_tokens=2)  # attention and the draw, too
+    print(products, len(times), max(times))
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="for x86, which has other kernels")
+def test_kernels_for_arm_are_compiled_in_seconds_and_are_right(tmp_path):
+    """Masks of elements, which these processors have not, had taken LLVM minutes."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    code = "from tests.pallas_kernels import test_cpu; test_cpu.for_arm()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    products, kernels, longest = done.stdout.split()
+    assert int(products) >= 4 and int(kernels) >= int(products) + 4 and float(longest) < 60
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """One of one thread, then one of three, with an empty folder for what is compiled: what each found, and
