@@ -256,9 +256,9 @@ class Value:
         if count is None:
             return self._made(self.b.load(self.ir, align=1, typ=kind))
         if not _has_masks(kind.element):
-            held = Variable(constant(self.b, kind, 0))
-            _copy(self._made(held.place), self, kind, count)
-            return held.value
+            part = Variable(constant(self.b, kind, 0))
+            _copy(self._made(part.place), self, kind, count)
+            return part.value
         mask = _first(count, kind.count)
         name = f"llvm.masked.load.{_suffix(kind)}.p0"
         zeros = constant(self.b, kind, 0)
