@@ -137,8 +137,9 @@ def arithmetic(kind: str = "half") -> float:
 
 
 def _seconds(call: Callable[[jax.Array], jax.Array], x: jax.Array, repetitions: int) -> float:
-    """Of a call, the least of so many. To start a GPU's call and to hear that it is done takes as long as the
-    call: there it is an eighth of what nine take, for whose ends nobody waits, less what one takes."""
+    """How long one call takes, the shortest of so many. On a GPU, starting a call and waiting for its result
+    takes about as long as the call itself. So nine calls are queued, one alone is timed too, and the
+    difference is divided by eight."""
     queued = (1,) if jax.default_backend() == "cpu" else (1, 9)
     least = dict.fromkeys(queued, math.inf)
     jax.block_until_ready(call(x))  # compiled

@@ -352,7 +352,7 @@ def _where(layers):
 
 
 def _of_rows(rows, layers, hidden, heads, pages, layout):
-    """q, k and v, and x; StepInputs with so many pages of a row."""
+    """q, k and v of all rows, their x, and the StepInputs, in which each row has so many pages."""
     query_heads, kv_heads, head_dim = heads
     cache = pages_of(layout, layers, pages, 64, kv_heads, head_dim)
     width = (query_heads + 2 * kv_heads) * head_dim

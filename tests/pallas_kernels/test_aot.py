@@ -236,7 +236,7 @@ HOT_ON_HOPPER = {
         36, *["q8_0"] * 2, ["q8_0"], [[("q8_0", 6144)]], layout="int8", bits=16
     ),
     **{
-        f"one launch, 8B, Q4_K_M, {rows} rows{of_one}": functools.partial(
+        f"one launch, 8B, Q4_K_M, {rows} rows, {tokens} tokens each": functools.partial(
             one_launch_of_integers,
             36,
             "q4_k",
@@ -244,9 +244,9 @@ HOT_ON_HOPPER = {
             ["q6_k", "q4_k"],
             [[("q4_k", 5120), ("q6_k", 1024)], [("q4_k", 6144)]],
             rows=rows,
-            tokens=rows if of_one else 1,
+            tokens=tokens,
         )
-        for rows, of_one in ((2, ""), (4, " of one"), (8, ""))
+        for rows, tokens in ((2, 1), (3, 1), (4, 4))
     },
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),

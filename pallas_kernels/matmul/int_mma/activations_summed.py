@@ -72,7 +72,7 @@ class SummedActivations(NamedTuple):
         self.added.barrier()
 
     def _factors(self, y: dict, counts: list) -> list:
-        """1 / rms(y) of each row, of which each warp has a part.
+        """1 / rms(y) of each row. Each warp adds up the squares of its own columns.
 
         counts  for each step of the warp, whether the lane's columns belong to the matrix
         """
