@@ -292,14 +292,12 @@ def _int_layers(problem: Step) -> str | None:
 def _one_launch_with_experts(problem: Step) -> str | None:
     if reason := _int_layers(problem) or _whole_steps(problem):
         return reason
-    if problem.rows > 1:
-        return f"with experts it is for one row: {problem.rows} have experts of their own"
     from pallas_kernels.step import experts_plan  # only GPUs need it
 
     assert problem.layers is not None and problem.experts is not None
     a, (count, used) = problem.attention, problem.experts
     reason = experts_plan.refuses(
-        problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
+        problem.rows, problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
         experts_plan.Experts(count, used, True), problem.bits, problem.layers,
     )  # fmt: skip
     return _in_this_share(reason)

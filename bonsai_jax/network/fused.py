@@ -42,13 +42,12 @@ def one_launch(
         (w,) = params.layers["mlp" if config.experts is None else "experts"]
         qkv = joined_product(x, mixer.qkv, place_of(0, sizes), mixer.norm)[:, 0]
         stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)  # five: see problems.Step
-        rest = {"eps": config.rms_norm_eps, "interleaved": interleaved}
+        tokens = place_of(0, sizes).tokens
+        rest = {"eps": config.rms_norm_eps, "interleaved": interleaved, "tokens": tokens}
         if (e := config.experts) is None:
             from pallas_kernels.step import int_layers  # only GPUs need it
 
-            activation = config.mlp.activation
-            tokens = place_of(0, sizes).tokens
-            out = int_layers.run(qkv, x[:, 0], stacks, inputs, activation=activation, tokens=tokens, **rest)
+            out = int_layers.run(qkv, x[:, 0], stacks, inputs, activation=config.mlp.activation, **rest)
         else:
             from pallas_kernels.step import experts_layers  # only GPUs need it
 

@@ -35,10 +35,11 @@ def tag(number):
     return number % 3 + 1
 
 
-def first_contents(x: jax.Array) -> jax.Array:
-    """float32 as `Exchange.send` would have written it before the first layer: words of a workspace."""
+def first_contents(x: jax.Array, number: int) -> jax.Array:
+    """float32 as `Exchange.send` would have written it, as the number-th contents of its place, before the
+    launch began: words of a workspace."""
     words = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.minimum(words, 0x7FFFFFFC) + 2 & ~3 | tag(0)
+    return jnp.minimum(words, 0x7FFFFFFC) + 2 & ~3 | tag(number)
 
 
 @dataclasses.dataclass(frozen=True)

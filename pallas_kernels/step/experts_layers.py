@@ -1,22 +1,33 @@
-"""All layers of a decode step of one row whose channels are mixed by experts, in one launch, a block on each
-multiprocessor, for weights of 2 to 8 bits.
+"""All layers of a decode step of up to 8 rows whose channels are mixed by experts, in one launch, a block on
+each multiprocessor, for weights of 2 to 8 bits.
 
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, activation]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next layer's q, k, v]
 
 It is the launch of int_layers.py. What experts add:
 
-    router    a block makes the logit of one expert; every block reads all logits and takes the largest itself
-    gate, up  a chosen expert has blocks of its own
+    a row     has as many blocks as any other row, from the router on to down
+    router    each makes some logits of its row, reads all of them, and takes the largest itself
+    gate, up  a chosen expert has blocks of its own, among its row's
     down      the chosen experts' matrices side by side are one matrix, of as many columns as they have in
-              all; what it is multiplied by are their hidden vectors times the router's weights
+              all; what it is multiplied by are their hidden vectors times the router's weights. Its outputs
+              are shared out among the row's blocks
+
+    blocks    0 1 2 | 3 4 5 | 6         of two rows, with a choice of three experts each
+    o, q, k, v  each has some outputs of both rows
+    router    0 3 | 1 4 | 2 .           experts whose logits a row's blocks make
+    gate, up  3 0 1 | 1 2 0 | .         of what each row has chosen
+
+An expert that several rows have chosen is read by the blocks of each, at about the same time: once out of
+memory and then out of the L2 cache.
 
 Two rings bring weights: one those that are known ahead (o, next q, k, v), one those of experts, from the
 moment that they are chosen. All blocks must run at once.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,17 +38,20 @@ from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.experts import router
 from pallas_kernels.experts.router import Experts
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import tag
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
 from pallas_kernels.matmul.int_mma.activations_shared import WarpActivations
 from pallas_kernels.matmul.int_mma.decode_block import Block
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share
 from pallas_kernels.qtensor import LayerStack, QTensor
-from pallas_kernels.step.experts_plan import plan, scratch_words
+from pallas_kernels.step.experts_plan import MOST_LOGITS, blocks_of_row, plan, scratch_words
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.int_layers import (
     HIDDEN,
     LOGITS,
+    MIDDLE,
+    OUTPUT,
     Layer,
     Weights,
     attention_of,
@@ -55,21 +69,23 @@ KNOWN, CHOSEN = range(2)  # rings
 def run(
     qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], router_stack: LayerStack,
     inputs: StepInputs, *, experts: Experts, eps: float, interleaved: bool, activation: Activation = SILU,
+    tokens: int = 1,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
     weights, where, settings = stacked(stacks, by_expert=(GATE_UP, DOWN))
     (w_router,) = router_stack.parts
     assert isinstance(w_router, QTensor)
     kernel = functools.partial(
-        experts_layers, experts=experts, eps=eps, interleaved=interleaved, activation=activation, **settings
-    )
+        experts_layers, experts=experts, eps=eps, interleaved=interleaved, activation=activation,
+        tokens=tokens, **settings,
+    )  # fmt: skip
     return jax.custom_batching.sequential_vmap(kernel)(
         qkv, x, weights, where, w_router.fields["w"].reshape(-1, *w_router.shape), inputs
     )
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats_of", "experts", "eps", "interleaved", "bits", "activation")
+    jax.jit, static_argnames=("formats_of", "experts", "eps", "interleaved", "bits", "activation", "tokens")
 )
 def experts_layers(
     qkv: jax.Array,
@@ -85,8 +101,9 @@ def experts_layers(
     interleaved: bool,
     bits: int = 8,
     activation: Activation = SILU,
+    tokens: int = 1,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:
-    """One token of a row through all layers, whose q, k and v of the first are given.
+    """One token of each row through all layers, whose q, k and v of the first are given.
 
     x <- x + W_o attention(q, k, v);  x <- x + sum_e w_e W_down,e activation(W_gate,e n, W_up,e n),
     n = norm(x);  q, k, v <- W_qkv norm(x), of the next layer
@@ -96,7 +113,7 @@ def experts_layers(
     The rest as for `int_layers`. Which experts a token has is decided on logits of 22 bits of mantissa; of
     equal ones the lower index comes first.
     """
-    hidden, q = x.shape[1], query_width(qkv, inputs)
+    (rows, hidden), q = x.shape, query_width(qkv, inputs)
     phases = [
         [
             Phase(parts, formats, parts[0][0]["words"].shape[2] * TILE_COLUMNS)
@@ -104,12 +121,12 @@ def experts_layers(
         ]
         for each in zip(weights, formats_of, strict=True)
     ]
-    attention = attention_of(inputs, q, eps, interleaved)
-    planned = plan(phases, experts, attention.scratch, bits, eps, activation)
+    attention = attention_of(inputs, q, eps, interleaved, tokens)
+    planned = plan(phases, rows, experts, attention.scratch, bits, eps, activation)
     if planned is None:
         raise NotImplementedError(
-            f"experts_layers: activations of {bits} bits leave no room in {device.shared_bytes()} bytes of "
-            "shared memory"
+            f"experts_layers: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
+            "shared memory, or no block for each of their experts; split the rows"
         )
     widths = [qkv.shape[1], q, hidden, experts.logits, experts.used * phases[DOWN][0].columns, hidden]
     return launched(
@@ -135,12 +152,24 @@ class _ChosenStream(NamedTuple):
 
 
 class _Layer(Layer):
-    """A layer of it."""
+    """A layer of it.
+
+    row     whose experts this block has
+    inside  its number among the row's blocks; large where there is no such row
+    of_row, own_logits  blocks of a row, and logits that each of them makes at most
+    """
+
+    KEPT = (DOWN,)  # x behind o is made by other blocks than x behind down
 
     def __init__(self, experts: Experts, launch, layer):
         super().__init__(launch, layer)
-        self.experts, self.router = experts, launch.more["router"]
+        self.experts, self.router, self.rows = experts, launch.more["router"], launch.attention.rows
         self.dots_smem, self.chosen_smem = launch.more["dots_smem"], launch.more["chosen_smem"]
+        self.of_row = blocks_of_row(self.rows)
+        self.own_logits = -(-experts.count // self.of_row)
+        row = integer(lanes.block()) // self.of_row
+        self.inside = select(row < self.rows, integer(lanes.block()) - row * self.of_row, 2**30)
+        self.row = 0 if self.rows == 1 else index(minimum(row, self.rows - 1))
 
     def begun(self) -> list:
         return []
@@ -161,20 +190,20 @@ class _Layer(Layer):
     def _mix(self):
         """Router and experts."""
         expert_blocks = self.planned.blocks(GATE_UP)
-        number = integer(lanes.block()) // expert_blocks
-        inside = select(number < self.experts.used, integer(lanes.block()) - number * expert_blocks, 2**30)
-        choosing = max(expert_blocks * self.experts.used, self.planned.blocks(DOWN))
-        owners = min(self.experts.count, device.multiprocessors())
+        number = self.inside // expert_blocks
+        inside = select(number < self.experts.used, self.inside - number * expert_blocks, 2**30)
+        choosing = self.inside < max(expert_blocks * self.experts.used, self.planned.blocks(DOWN))
         expert = lambda: memory.load(self.chosen_smem, minimum(number, self.experts.used - 1))  # noqa: E731
         gate_up = self.streams(GATE_UP, self.layer, inside)
         (product,) = self.planned.products[GATE_UP]
         begin = index(number) * (self.widths[HIDDEN] // self.experts.used)
         block = self.block(GATE_UP, product, gate_up[0].share, begin)
+        at_once = min(self.own_logits, max(1, MOST_LOGITS // product.per_warp))
 
         def mixed():
-            row = self._router_row(block, 0)  # on its way before x is there
+            rows = self._router_rows(block, 0, at_once)  # on their way before x is there
             loaded = block.load()
-            self._send_logits(block, loaded, row)
+            self._send_logits(block, loaded, rows)
             self._choose(block)
             streams = [s._replace(layer=s.layer * self.experts.count + expert()) for s in gate_up]
             phases = [streams, self._chosen_streams()]
@@ -184,12 +213,11 @@ class _Layer(Layer):
             run = lambda: block.run(loaded, ring, state, 0)  # noqa: E731
             self.product(DOWN, ring, lanes.choose(gate_up[0].share.has_tiles, run, state), 1)
 
-        if owners > choosing:
-            # Blocks that have a logit and nothing else: who waits for others' words must make some later.
-            with lanes.when((lanes.block() >= choosing) & (lanes.block() < owners)):
-                row = self._router_row(block, 0)
-                self._send_logits(block, block.load(), row)
-        with lanes.when(lanes.block() < choosing):
+        # Blocks that have logits and nothing else: who waits for others' words must make some later.
+        with lanes.when(~choosing & (self.inside < min(self.of_row, self.experts.count))):
+            rows = self._router_rows(block, 0, at_once)
+            self._send_logits(block, block.load(), rows)
+        with lanes.when(choosing):
             mixed()
 
     def _chosen_streams(self) -> list[_ChosenStream]:
@@ -197,8 +225,28 @@ class _Layer(Layer):
         expert_steps = self.planned.products[DOWN][0].steps // self.experts.used
         return [
             _ChosenStream(s.share, s.weight_gmem, s.layer * self.experts.count, load, expert_steps)
-            for s in self.streams(DOWN, self.layer)
+            for s in self.streams(DOWN, self.layer, self.inside)
         ]
+
+    def row_of(self, number: int, row):
+        """Of experts, the block's only one."""
+        return self.row if number in (GATE_UP, DOWN) else row
+
+    def residual(self, number: int) -> Callable | None:
+        """What o and down add to is what other blocks have sent."""
+        if number not in (OUT, DOWN):
+            return super().residual(number)
+        exchange = self.exchange(MIDDLE)
+        if number == OUT:
+            exchange = self.exchange(OUTPUT)
+            exchange = dataclasses.replace(exchange, tag=tag(self.layer + 2))  # as the layer before has it
+
+        def received(row, n):
+            vector = MIDDLE if number == DOWN else OUTPUT
+            (x,) = exchange.receive_each([(index(self.place(vector, self.row_of(number, row), n)), 0)])
+            return x
+
+        return received
 
     def load(self, number: int, places: list) -> list[list]:
         """What is multiplied by down: hidden values times their experts' weights."""
@@ -209,50 +257,64 @@ class _Layer(Layer):
         received = super().load(number, places)
         return [[v * w for v in values] for values, w in zip(received, weights, strict=True)]
 
-    def _router_row(self, block: Block, first: int) -> list[list]:
-        """Of this block's expert among those from `first` on, in the columns of this lane's activations."""
-        expert = minimum(lanes.block() + first, self.experts.count - 1)
-        steps, activations = block.sizes.steps, block.activations
+    def _router_rows(self, block: Block, first: int, count: int) -> list[list[list]]:
+        """Of this block's experts, by step and in the columns of this lane's activations: of so many from
+        number `first` among the row's on, with as many blocks between two as the row has."""
+        activations = block.activations
         assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
-        step = [minimum(block.first_step + u, steps - 1) for u in range(activations.at_once)]
-        columns = [index(s * TILE_COLUMNS + block.lane * 8) for s in step]
-        load = lambda at: memory.load_reals(4, self.router, [self.layer, expert, at])  # noqa: E731
-        return [[v for half in (0, 4) for v in load(column + half)] for column in columns]
+        columns = activations.columns(activations.steps_at(0))
 
-    def _send_logits(self, block: Block, loaded, row: list[list]):
-        """Of this block's experts; by the first also of those that there are not."""
-        _, x, gammas = loaded
-        blocks, count, dots_smem = device.multiprocessors(), self.experts.count, self.dots_smem
-        for first in range(0, count, blocks):
+        def row(number: int, column):
+            expert = minimum(self.inside + number * self.of_row, self.experts.count - 1)
+            halves = [memory.load_reals(4, self.router, [self.layer, expert, column + at]) for at in (0, 4)]
+            return [v for half in halves for v in half]
+
+        return [[row(number, column) for number in range(first, first + count)] for column in columns]
+
+    def _send_logits(self, block: Block, loaded, router_rows: list[list[list]]):
+        """Of this block's experts for its row; by the row's first block also of those that there are not."""
+        for first in range(0, self.own_logits, len(router_rows[0])):
             if first:
                 lanes.block_barrier()  # the sums before were read
-                row = self._router_row(block, first)
-            dot, squares = real(0), real(0)
-            for u, (w, gamma) in enumerate(zip(row, gammas, strict=True)):
-                counts = integer(u) < block.share.own_steps
-                v = [select(counts, value, 0.0) for value in x[u, 0]]
-                squares = sum_of_squares(v, squares)
-                dot = total([dot, *(a * g * b for a, g, b in zip(v, gamma, w, strict=True))])
-            for at, value in enumerate((dot, squares)):
+                count = min(len(router_rows[0]), self.own_logits - first)
+                router_rows = self._router_rows(block, first, count)
+            for at, value in enumerate(self._dots_and_squares(block, loaded, router_rows)):
                 value = lanes.warp_sum_real(value)
                 with lanes.when(block.lane == 0):
-                    memory.store(value, dots_smem, block.warp + at * WARPS)
+                    memory.store(value, self.dots_smem, block.warp + at * WARPS)
             lanes.block_barrier()
-            with lanes.when((integer(lanes.thread()) == 0) & (lanes.block() + first < count)):
+            number = integer(lanes.thread())
+            expert = self.inside + (number + first) * self.of_row
+            with lanes.when((number < len(router_rows[0])) & (expert < self.experts.count)):
                 dot, squares = (
-                    over_warps(lambda w, at=at: memory.load(dots_smem, w + at), WARPS) for at in (0, WARPS)
+                    over_warps(lambda w, at=at: memory.load(self.dots_smem, at * WARPS + w), WARPS)
+                    for at in (index(number) + 1, 0)
                 )
                 logit = dot * inverse_rms(squares, block.sizes.columns, block.sizes.eps)
-                self.send(LOGITS, 0, lanes.block() + first, logit)
-        missing = lanes.thread() + count
-        with lanes.when((lanes.block() == 0) & (missing < self.experts.logits)):
-            self.send(LOGITS, 0, missing, real(router.NONE))
+                self.send(LOGITS, self.row, index(expert), logit)
+        missing = lanes.thread() + self.experts.count
+        with lanes.when((self.inside == 0) & (missing < self.experts.logits)):
+            self.send(LOGITS, self.row, missing, real(router.NONE))
+
+    def _dots_and_squares(self, block: Block, loaded, router_rows: list[list[list]]) -> list:
+        """This lane's part of the sum of x^2, and of that of x gamma w for each expert's w."""
+        _, x, gammas = loaded
+        squares, dots = real(0), [real(0)] * len(router_rows[0])
+        for u, (rows, gamma) in enumerate(zip(router_rows, gammas, strict=True)):
+            counts = integer(u) < block.share.own_steps
+            v = [select(counts, value, 0.0) for value in x[u, 0]]
+            squares = sum_of_squares(v, squares)
+            v = [a * g for a, g in zip(v, gamma, strict=True)]
+            for i, row in enumerate(rows):
+                dots[i] = total([dots[i], *(a * w for a, w in zip(v, row, strict=True))])
+        return [squares, *dots]
 
     def _choose(self, block: Block):
         """The chosen experts and the bits of their weights into shared memory."""
         with lanes.when(block.warp == 0):
             each = self.experts.logits // router.LANES
-            places = [((block.lane * each, more), 4) for more in range(0, each, 4)]
+            begin = self.place(LOGITS, self.row, index(block.lane * each))
+            places = [((begin, more), 4) for more in range(0, each, 4)]
             logits = self.exchange(LOGITS).receive(places)
             router.choose(logits, block.lane, self.experts, self.chosen_smem)
         lanes.block_barrier()

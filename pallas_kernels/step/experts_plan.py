@@ -11,30 +11,40 @@ from pallas_kernels.step.int_layers_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Pl
 from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.tiles import TILE_COLUMNS
 
+MOST_ROWS = 8
+MOST_LOGITS = 8  # that a block of a hidden size of 2048 makes at once: each takes 8 registers
+
+
+def blocks_of_row(rows: int) -> int:
+    """How many have the experts of each of so many rows."""
+    return device.multiprocessors() // rows
+
 
 def plan(
-    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float,
-    activation: Activation = SILU,
+    phases: Sequence[Sequence[Phase]], rows: int, experts: Experts, attention_words: int, bits: int,
+    eps: float, activation: Activation = SILU,
 ) -> Planned | None:  # fmt: skip
-    """Of one row for the default device, with a ring for o and next q, k and v and one for experts; None
-    where there is no room for two items of a warp in each ring, or an expert has less than a block.
+    """For the default device, with a ring for o and next q, k and v and one for experts; None where there is
+    no room for two items of a warp in each ring, or a row's expert has less than a block.
 
-    phases  of each product, as Planned has them
+    phases  of each product, as Planned has them. Of experts they are of one row
     """
-    blocks = device.multiprocessors()
-    if blocks < experts.used:
+    blocks, of_row = device.multiprocessors(), blocks_of_row(rows)
+    if of_row < experts.used:
         return None
 
     def shared_out(most: int) -> int_layers_plan.Products:
+        of_experts = {GATE_UP: of_row // experts.used, DOWN: min(of_row, most)}
         return int_layers_plan.shared_out(
-            phases, 1, bits, eps, activation,
-            most=lambda number: blocks // experts.used if number == GATE_UP else most,
+            phases, lambda number: 1 if number in of_experts else rows, bits, eps, activation,
+            most=lambda number: of_experts.get(number, most),
             wide=lambda number: experts.used if number == DOWN else 1,
         )  # fmt: skip
 
-    # A block that makes an expert's logit has that to do in every layer.
+    # A block that makes logits has that to do in every layer.
+    with_logits = rows * of_row if experts.count >= of_row else experts.count
     every_layer = int_layers_plan.blocks_of_every_layer(shared_out(blocks))
-    products = shared_out(max(every_layer, min(experts.count, blocks)))
+    products = int_layers_plan.in_pairs(shared_out(max(every_layer, with_logits)), (DOWN,))
     rings = [products[OUT] + products[NEXT_QKV], products[GATE_UP] + products[DOWN]]
     slots = [int_layers_plan.slots_of([ring]) for ring in rings]
     # All of a product's items at once, if there is room.
@@ -51,11 +61,11 @@ def plan(
 
 def scratch_words(experts: Experts) -> dict[str, int]:
     """Shared memory besides what layers without experts have."""
-    return {"dots_smem": 2 * WARPS, "chosen_smem": 2 * experts.used}
+    return {"dots_smem": (1 + MOST_LOGITS) * WARPS, "chosen_smem": 2 * experts.used}
 
 
 def refuses(
-    hidden: int, ffn: int, heads: tuple[int, int, int], experts: Experts, bits: int, layers
+    rows: int, hidden: int, ffn: int, heads: tuple[int, int, int], experts: Experts, bits: int, layers
 ) -> str | None:
     """Why layers cannot be one launch on the default device, or None.
 
@@ -63,14 +73,19 @@ def refuses(
     heads   of queries, of keys, and their width
     layers  of each, (format, rows) of the parts of q, k and v, of o, gate, up and down
     """
+    if rows > MOST_ROWS:
+        return f"with experts it is for {MOST_ROWS} rows at most; {rows} were asked for"
+    if blocks_of_row(rows) < experts.used:
+        return f"rows: {rows}, with {experts.used} experts each, need more than {blocks_of_row(1)} blocks"
     if len({parts for layer in layers for parts in layer[2:4]}) > 1:
         return "gate and up, or those of different layers, have different formats"
     if hidden > 4 * WARPS * TILE_COLUMNS:
         return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
-    attention = int_layers_plan.attention_of(1, *heads)
+    attention = int_layers_plan.attention_of(rows, *heads)
     if attention.team != WARPS:
-        return f"{heads[0]} query heads are more than blocks of attention"
+        return f"{heads[0]} query heads, rows: {rows}, are more than blocks of attention"
     phases = int_layers_plan.phases_of(hidden, ffn, heads, layers)
-    if plan(phases, experts, attention.scratch, bits, 0.0) is None:
-        return f"{experts.used} experts of {ffn} activations leave no room for weights on their way"
+    if plan(phases, rows, experts, attention.scratch, bits, 0.0) is None:
+        room = f"rows: {rows}, leave no room for weights on their way"
+        return f"{experts.used} experts of {ffn} activations, {room}"
     return None

@@ -196,8 +196,12 @@ def launched(
     more       operands that only this type of layers has
     """
     first, rows = qkv if inputs.bias is None else qkv + inputs.bias[0], len(x)
-    begun = jnp.pad(first_contents(first.reshape(-1)), (0, rows * sum(widths[1:]) + attention.partials))
-    workspace, x_ref = jax.new_ref(begun), jax.new_ref(x)
+    zeros = lambda count: jnp.zeros(count, jnp.int32)  # noqa: E731
+    begun = [
+        first_contents(first.reshape(-1), 0), zeros(rows * sum(widths[QKV + 1 : OUTPUT])),
+        first_contents(x.reshape(-1), -1), zeros(attention.partials),
+    ]  # fmt: skip
+    workspace, x_ref = jax.new_ref(jnp.concatenate(begun)), jax.new_ref(x)
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
     layout = cache_layouts.recognize(inputs.k_pages)
     words = scratch_words(planned.products, attention.scratch) | (more_smem or {})
@@ -255,7 +259,12 @@ class Layers:
 
 
 class Layer:
-    """A layer of it. Types of layers override `run` and `load`."""
+    """A layer of it. Types of layers override what differs.
+
+    KEPT  products that leave x in float32 where the launch returns it
+    """
+
+    KEPT: tuple[int, ...] = (OUT, DOWN)
 
     def __init__(self, launch: Layers, layer, rounded: tuple[bool, bool, bool] = (False, False, False)):
         self.launch, self.layer, self.tag = launch, integer(layer), tag(integer(layer))
@@ -318,17 +327,11 @@ class Layer:
     def block(self, number: int, product: IntegerProduct, share: Share, begin=0) -> Block:
         """begin  of what it makes, among hidden values"""
         gamma, norm_layer = self.norm_before(number)
-        residual = None
-        if number in (OUT, DOWN):  # of this block's own threads, past a cache that is not kept up to date
-            hidden = self.widths[OUTPUT]
-            residual = lambda row, n: memory.load_written_by_others(self.launch.x, row * hidden + n)  # noqa: E731
-        elif number == NEXT_QKV and self.launch.bias is not None:
-            residual = lambda row, n: memory.load(self.launch.bias, self.layer + 1, n)  # noqa: E731
-
         vector, rounds = self.made_by(number), self.rounded.get(self.made_by(number), False)
 
         def store(y, row, n, rounding):
-            if number in (OUT, DOWN):
+            row = self.row_of(number, row)
+            if number in self.KEPT:
                 memory.store(y, self.launch.x, row, n)
             n = n + begin if number == GATE_UP else n
             if rounds:
@@ -337,11 +340,25 @@ class Layer:
                 self.send(vector, row, n, y)
 
         return Block(
-            product, share, store, residual, functools.partial(self.load, number), gamma_gmem=gamma,
-            norm_layer=norm_layer, prefetch=self.rounding_for(number + 1) if rounds else None,
+            product, share, store, self.residual(number), functools.partial(self.load, number),
+            gamma_gmem=gamma, norm_layer=norm_layer,
+            prefetch=self.rounding_for(number + 1) if rounds else None,
             rounded=self.rounded.get(self.read_by(number), False), in_groups=rounds,
             **self.launch.block_smem,
         )  # fmt: skip
+
+    def row_of(self, number: int, row):
+        """The row of x that a row of this block's activations is."""
+        return row
+
+    def residual(self, number: int) -> Callable | None:
+        """(row, n) -> what is added to number n of a row of a product; None: nothing."""
+        x, bias = self.launch.x, self.launch.bias
+        if number in self.KEPT:  # of this block's own threads, past a cache that is not kept up to date
+            return lambda row, n: memory.load_written_by_others(x, row * self.widths[OUTPUT] + n)
+        if number == NEXT_QKV and bias is not None:
+            return lambda row, n: memory.load(bias, self.layer + 1, n)
+        return None
 
     def rounding_for(self, reader: int) -> Callable:
         """(row, n) -> what is needed to round number n for a product: the gamma of the norm that follows, or
@@ -372,6 +389,7 @@ class Layer:
     def load(self, number: int, places: list) -> list[list]:
         """What a product is multiplied by: from each (row, column) on 8 float32, or words of 8 integers."""
         vector = self.read_by(number)
+        places = [(self.row_of(number, row), at) for row, at in places]
         if self.rounded.get(vector):
             starts = [self.place(vector, row, at) // 2 for row, at in places]
             return self.exchange(vector).receive_fours(starts)
@@ -407,7 +425,9 @@ class Layer:
 
     def receive(self, vector: int, places: list) -> list[list]:
         """Wait for 8 float32 from each (row, column) of a vector on."""
-        starts = [(at, row * self.widths[vector]) for row, at in places]
+        width, starts = self.widths[vector], []
+        for row, at in places:  # what is known is a part of the instruction
+            starts.append((at, row * width) if isinstance(row, int) else (at + row * width, 0))
         return self.exchange(vector).receive_eights(starts)
 
     def attend(self):

@@ -51,9 +51,9 @@ def plan(
 
     phases  of each product, as Planned has them
     """
-    products = shared_out(phases, rows, bits, eps, activation)
-    most = blocks_of_every_layer(products)
-    products = in_pairs(shared_out(phases, rows, bits, eps, activation, most=lambda _: most))
+    sizes = phases, lambda _: rows, bits, eps, activation
+    most = blocks_of_every_layer(shared_out(*sizes))
+    products = in_pairs(shared_out(*sizes, most=lambda _: most))
     slot_bytes, layer = slots_of(products), layer_bytes(products)
 
     def on_its_way(depth: int) -> int:
@@ -86,28 +86,30 @@ def layer_bytes(products: Products) -> int:
 
 
 def shared_out(
-    phases: Sequence[Sequence[Phase]], rows: int, bits: int, eps: float, activation: Activation,
-    most: Callable[[int], int] = lambda _: device.multiprocessors(), wide: Callable[[int], int] = lambda _: 1,
+    phases: Sequence[Sequence[Phase]], rows: Callable[[int], int], bits: int, eps: float,
+    activation: Activation, most: Callable[[int], int] = lambda _: device.multiprocessors(),
+    wide: Callable[[int], int] = lambda _: 1,
 ) -> Products:  # fmt: skip
     """The products among blocks of 8 warps.
 
+    rows  number of a product -> rows of its activations
     most  number of a product -> blocks that may share it
     wide  number of a product -> matrices that are multiplied side by side, as one of as many columns
     """
 
     def product(number: int, phase: Phase) -> IntegerProduct:
         parts = int_decode_plan.share_out(phase.parts, phase.formats, most(number))
-        padded = int_decode_plan.columns_of_rows(rows)[1]
+        padded = int_decode_plan.columns_of_rows(rows(number))[1]
         plan = int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, padded), parts)
-        return IntegerProduct(
-            plan, rows, phase.columns * wide(number), len(phase.parts[0]), eps, bits, activation
-        )
+        columns = phase.columns * wide(number)
+        return IntegerProduct(plan, rows(number), columns, len(phase.parts[0]), eps, bits, activation)
 
     return tuple(tuple(product(number, phase) for phase in each) for number, each in enumerate(phases))
 
 
-def in_pairs(products: Products) -> Products:
-    """The same, with items of two tiles where these are no larger than MOST_OF_SLOT allows."""
+def in_pairs(products: Products, numbers: Sequence[int] = (OUT, DOWN, NEXT_QKV)) -> Products:
+    """The same, with items of two tiles, of products with these numbers, where these are no larger than
+    MOST_OF_SLOT allows."""
     most = MOST_OF_SLOT * slots_of(products[GATE_UP : GATE_UP + 1])
 
     def paired(p: IntegerProduct) -> IntegerProduct:
@@ -116,7 +118,9 @@ def in_pairs(products: Products) -> Products:
         fit = several and max(part.item_bytes(2) for part in parts) <= most
         return dataclasses.replace(p, tiles_of_item=2) if fit else p
 
-    return tuple(tuple(map(paired, each)) for each in products)
+    return tuple(
+        tuple(map(paired, each)) if number in numbers else each for number, each in enumerate(products)
+    )
 
 
 def slots_of(products: Sequence[Sequence[IntegerProduct]]) -> int:

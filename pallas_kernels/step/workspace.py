@@ -29,7 +29,7 @@ def workspace_words(shapes: Shapes) -> int:
 def begun(shapes: Shapes, x, more: int):
     """The workspace before the first layer, and so many words more: x as its phases read it, or nothing to be
     added to it."""
-    first, before = first_contents(x).reshape(-1), 0
+    first, before = first_contents(x, 0).reshape(-1), 0
     if shapes.passes_on:
         words = _words(shapes)
         first = jnp.full(words[Vector.DOWN_SUMS], tag(0), jnp.int32)

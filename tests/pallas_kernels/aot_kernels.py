@@ -297,7 +297,7 @@ def products_between(
     return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations, after)
 
 
-def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
+def one_launch_of_experts(layers, down, qkv, layout="bfloat16", rows=1):
     """All layers of a step of Qwen3-30B-A3B: for each combination of formats that layers have, that of down,
     and the parts of q, k and v."""
     hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layers.Experts(128, 8, True)
@@ -315,7 +315,7 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
         experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
         formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
     )  # fmt: skip
-    vectors, inputs = _of_rows(1, layers, hidden, (32, 4, 128), pages, layout)
+    vectors, inputs = _of_rows(rows, layers, hidden, (32, 4, 128), pages, layout)
     return f, (*vectors, weights, _where(layers), _vector(layers, 128, hidden), inputs)
 
 

@@ -223,6 +223,16 @@ HOT_ON_HOPPER = {
     "one launch, A3B, float16": lambda: one_launch_of_experts(
         48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
     ),
+    **{
+        f"one launch, A3B, {rows} rows": functools.partial(
+            one_launch_of_experts,
+            48,
+            ["q6_k", "q4_k"],
+            [[("q4_k", 4608), ("q6_k", 512)], [("q4_k", 5120)]],
+            rows=rows,
+        )
+        for rows in (2, 8)
+    },
     "one launch, 8B, Q4_K_M": lambda: one_launch_of_integers(
         36, "q4_k", "q4_k", ["q6_k", "q4_k"], [[("q4_k", 5120), ("q6_k", 1024)], [("q4_k", 6144)]]
     ),

@@ -66,6 +66,26 @@ CASES = [
     (192, 3, 1, 0, 0, 352, None, [("q4_1",) * 3] * 2, [[("q4_1", 320)]] * 2, 12, (40, 1, 2, 3, 17), 16, None),
     (512, 4, 1, 0, 0, 1024, None, [("q4_k",) * 3] * 2, [[("q4_k", 384)]] * 2, 8, [70, 70, 70, 70], 8, None),
     (512, 4, 2, 0, 0, 1024, None, [("q5_0",) * 3] * 2, [[("q8_0", 512)]] * 2, 8, [9, 9, 140, 140], 16, None),
+    # several rows with experts: three of 7 blocks each and one that only has a logit; more blocks than
+    # experts; blocks of a row that have nothing but down; tokens of one sequence
+    (
+        512, 8, 2, 22, 2, 256, True,
+        [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k")],
+        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)]],
+        22, (5, 40, 0), 16, "random",
+    ),
+    (
+        256, 4, 2, 30, 4, 512, False, [("q8_0", "q4_k", "q4_k")] * 2, [[("q4_k", 512)]] * 2,
+        40, (300, 2, 17, 0, 60, 9, 31, 100), 16, "random",
+    ),
+    (
+        512, 8, 2, 16, 3, 256, True, [("q4_k", "q4_k", "q6_k")] * 4, [[("q4_k", 768)]] * 4,
+        33, (40, 7), 8, "random",
+    ),
+    (
+        512, 4, 2, 70, 3, 256, True, [("q6_k", "q5_0", "q8_0")] * 2, [[("q6_k", 512)]] * 2,
+        16, [17] * 4, 16, "twins",
+    ),
 ]  # fmt: skip
 
 
@@ -94,13 +114,13 @@ def composed(
         if router is None:
             x = x + feed_forward(n @ gate.T, n @ up.T) @ down.T
         else:
-            logits = (n @ router[layer].astype(np.float64).T)[0]
-            p = np.exp(logits - logits.max())
-            p /= p.sum()
-            chosen = np.argsort(-p, kind="stable")[:used]
-            w = p[chosen] / (p[chosen].sum() if normalized else 1)
-            for e, weight in zip(chosen, w, strict=True):
-                x = x + weight * (down[e] @ feed_forward(gate[e] @ n[0], up[e] @ n[0]))
+            for row, logits in enumerate(n @ router[layer].astype(np.float64).T):
+                p = np.exp(logits - logits.max())
+                p /= p.sum()
+                chosen = np.argsort(-p, kind="stable")[:used]
+                w = p[chosen] / (p[chosen].sum() if normalized else 1)
+                for e, weight in zip(chosen, w, strict=True):
+                    x[row] += weight * (down[e] @ feed_forward(gate[e] @ n[row], up[e] @ n[row]))
         if layer + 1 < len(layers):
             qkv = norm(x, norms[1][layer + 1]) @ layers[layer + 1][4].T
     return x, pages
@@ -183,7 +203,8 @@ def test_layers_in_one_launch_are_float64_s(case):
             got = int_layers.int_layers(*operands, inputs, rounded=rounded, tokens=tokens, **settings)
         else:
             experts = experts_layers.Experts(E, used, normalized)
-            got = experts_layers.experts_layers(*operands, router, inputs, experts=experts, **settings)
+            settings |= {"experts": experts, "tokens": tokens}
+            got = experts_layers.experts_layers(*operands, router, inputs, **settings)
     weights = layers, router, norms, head_norms, bias
     want = composed(case, qkv, x, *weights, pages, table, positions, rotation, tokens)
     limit = 2e-2 if bits == 8 else 3e-4

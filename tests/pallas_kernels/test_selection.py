@@ -360,12 +360,13 @@ MOE_STEP = dataclasses.replace(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rows": 2}, "it is for one row: 2 have experts of their own"),
+        ({"rows": 9}, "with experts it is for 8 rows at most; 9 were asked for"),
+        ({"rows": 8, "experts": (128, 17)}, "rows: 8, with 17 experts each, need more than 132 blocks"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up, or those of"),
         ({"split": True}, "devices that share weights must add their parts"),
         ({"ffn": 704}, "feed-forward is 704 wide, no multiple of 256"),
-        ({"experts": (256, 133)}, "133 experts of 768 activations leave no room"),
+        ({"experts": (256, 100)}, "100 experts of 768 activations, rows: 1, leave no room"),
         ({"hidden": 16384}, "hidden is 16384 wide; the router has room for 8192"),
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
         ({"folded": True}, "plain attention, without gates, and weights that are not folded"),
@@ -379,7 +380,7 @@ MOE_STEP = dataclasses.replace(
 )
 def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
-    assert choose(MOE_STEP) == "one_launch"
+    assert choose(MOE_STEP) == choose(dataclasses.replace(MOE_STEP, rows=8)) == "one_launch"
     problem = dataclasses.replace(MOE_STEP, **change)
     assert choose(problem) == "launches"
     with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):

@@ -114,18 +114,20 @@ def plan(
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    blocks: at most; None: the device's multiprocessors. rotated: blocks rotate activations.
+    blocks: at most, one on a multiprocessor, of a launch with several products; None: it has this one, and
+    as many blocks as there are multiprocessors. rotated: blocks rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest. A matrix of few
-    columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor.
+    columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor. So
+    have several products with so many outputs to a block: some blocks work while others begin (LOG.md).
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     n_tiles, most = sum(fields["words"].shape[1] for fields, *_ in parts), blocks or device.multiprocessors()
     sizes_of_blocks = [(w, 1) for w in BLOCK_WARPS]
-    if not blocks and n_tiles >= SMALLEST_AT_ONCE**2 * most:
-        sizes_of_blocks.append((BLOCK_WARPS[-1], SMALLEST_AT_ONCE))
+    if n_tiles >= SMALLEST_AT_ONCE**2 * most:
+        sizes_of_blocks.insert(0 if blocks else len(BLOCK_WARPS), (BLOCK_WARPS[-1], SMALLEST_AT_ONCE))
     best = None
     for w, at_once in sizes_of_blocks:
         placed = share_out(parts, formats_of, most * at_once)
