@@ -258,15 +258,15 @@ class _Step:
     def _with_groups(self, phase: Phase, use: Callable):
         """Call use(group, row) in one warp of some block for each row of the groups that a phase reads."""
         p, warp = self.products[phase], lanes.thread() // 32
-        items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
+        items = p.groups * -(-p.x_rows // p.warps)  # of as many rows as a block has warps
         for first in range(0, items, self.shapes.blocks):
             item = lanes.block() + first
             group, row = (
                 (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
             )
-            valid = (item < items) & (row < p.rows)
+            valid = (item < items) & (row < p.x_rows)
             if phase == Phase.O and self.attends_groups:
-                position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
+                position = memory.load(self.cache.positions, minimum(row, p.x_rows - 1))
                 valid = valid & ~self.attention.has_one_split(position)
             with lanes.when(valid):
                 use(group, row)
@@ -388,7 +388,7 @@ class _Step:
     def _outputs(self, phase: Phase, layer, me: LaneColumns, first_row, first) -> _Outputs:
         p = self.products[phase]
         own = p.outputs(me, first_row, first, self.weights.first_tile(phase))
-        added = self._added(phase, layer, [(minimum(row, p.rows - 1), n) for *_, n, row in own])
+        added = self._added(phase, layer, [(minimum(row, p.x_rows - 1), n) for *_, n, row in own])
         rows, b, gamma = [n for *_, n, _ in own], [], []
         if changes := self._changes_beside(phase):
             b = changes.load_b(phase, layer, rows)

@@ -64,10 +64,9 @@ class Shapes:
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
-        if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than {MOST_ROWS}, whose activations a warp has registers for"
-        if self.rows > 1 and self.bits != 8:
-            return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
+        if self.rows * self.digits > MOST_ROWS:
+            most = f"{MOST_ROWS // self.digits}, whose activations of {self.bits} bits"
+            return f"{self.rows} rows are more than {most} a warp has registers for"
         if reason := self.changes.refuses(self.rows):
             return reason
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
@@ -86,17 +85,23 @@ class Shapes:
         quantizes what it multiplies."""
         return self.rows > 1
 
+    @property
+    def digits(self) -> int:
+        """8 bits each, in which activations are passed on."""
+        return self.bits // 8 if self.passes_on else 1
+
     def products(self) -> dict[Phase, Product]:
         """The products by phase."""
+        rows, bits = self.rows * self.digits, 8 if self.passes_on else self.bits
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
         def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
-            kind = ByteProduct if self.rows > MOST_PLANE_ROWS else PlaneProduct
+            kind = ByteProduct if rows > MOST_PLANE_ROWS else PlaneProduct
             p = kind(
-                rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, activation=self.activation,
-                **rest,
+                rows=rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=bits, digits=self.digits,
+                activation=self.activation, **rest,
             )  # fmt: skip
             return _split(p, self.blocks) if added and self.passes_on else p
 
@@ -146,7 +151,7 @@ class Shapes:
             self.begins[phase, 0] + at for at in range(0, products[phase].shared_bytes - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        most = MOST_SLOTS if self.rows <= 8 else WARPS
+        most = MOST_SLOTS if self.rows * self.digits <= MMA_COLUMNS else WARPS
         for count in range(most, WARPS - 1, -1):
             beyond = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
             places = [*down, *beyond, *qkv][:count]
@@ -172,7 +177,7 @@ class Shapes:
         do."""
         products = self.products()
         p, room = products[Phase.GATE_UP], products[Phase.QKV].shared_bytes + products[Phase.O].shared_bytes
-        return self.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
+        return p.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
 
     @property
     def scratch(self) -> int:

@@ -24,16 +24,14 @@ KL = 5e-3  # nats, of activations rounded to 8 bits; one of 16 rows read as anot
 
 @pytest.fixture(scope="module")
 def models():
-    """The same weights by kernels and by the reference: layers and vocabulary of the 8B are fewer, and all
-    else is as it is."""
+    """The same weights by kernels, by the reference, and by kernels with 16-bit activations: layers and
+    vocabulary of the 8B are fewer, and all else is as it is."""
     with pytest.MonkeyPatch.context() as patch:
         few = dataclasses.replace(synth.MODELS["bonsai-8b"], layers=2, vocab=2048, specials=2000)
         patch.setitem(synth.MODELS, "few-8b", few)
-        load = lambda impl: bj.load(  # noqa: E731
-            "synth:few-8b:q1_0",
-            bj.RunConfig(impl=impl, cache_dtype="float32", batch_size=MOST, context=CONTEXT),
-        )
-        yield load("auto"), load("reference")
+        how = {"cache_dtype": "float32", "batch_size": MOST, "context": CONTEXT}
+        load = lambda **rest: bj.load("synth:few-8b:q1_0", bj.RunConfig(**how, **rest))  # noqa: E731
+        yield load(), load(impl="reference"), load(activation_bits=16)
 
 
 def log_p(model, pieces, cache_dtype="float32") -> np.ndarray:
@@ -59,11 +57,20 @@ def want(models, tokens):
 
 @pytest.mark.parametrize("rows", ROWS)
 def test_a_step_of_any_number_of_rows_is_its_definition(rows, models, tokens, want):
-    kernels, _ = models
+    kernels = models[0]
     assert kernels.params.step.schedule(rows) == ("one_launch" if rows <= 24 else "layer_gemms")
     kl = divergence(want[:, :rows], log_p(kernels, tokens[:, :rows]))
     print(f"{rows} rows: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
     assert 0 < kl.max() < KL
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 8, 12])
+def test_a_step_in_one_launch_has_16_bits(rows, models, tokens, want):
+    kernels = models[2]
+    assert kernels.params.step.schedule(rows) == "one_launch"
+    kl = divergence(want[:, :rows], log_p(kernels, tokens[:, :rows]))
+    print(f"{rows} rows, 16 bits: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
+    assert 0 < kl.max() < KL / 1000
 
 
 @pytest.mark.parametrize("keys", [5, 150, 400])
@@ -72,7 +79,7 @@ def test_a_step_reads_keys_of_16_bits(rows, keys, models):
     """The default cache, whose keys one launch copies to shared memory: of one split, and of several."""
     prompt = np.random.default_rng(keys).integers(0, 2000, (rows, keys + STEPS)).astype(np.int32)
     pieces = [prompt[:, :keys], *np.split(prompt[:, keys:], STEPS, axis=1)]
-    got, want = (log_p(model, pieces, "float16")[1:] for model in models)
+    got, want = (log_p(model, pieces, "float16")[1:] for model in models[:2])
     kl = divergence(want, got)
     print(f"{rows} rows, {keys} keys: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
     assert 0 < kl.max() < KL

@@ -271,6 +271,12 @@ HOT_ON_HOPPER = {
     "one launch, 1.7B, adapter": lambda: one_launch(28, 2048, 6144, 16, 8, 128, rank=16),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
+    **{
+        f"one launch, 8B, 16 bits, {rows} rows": functools.partial(
+            one_launch, 36, 4096, 12288, 32, 8, 128, rows=rows, bits=16
+        )
+        for rows in (2, 4, 8, 12)
+    },
     "one launch, 8B, 4 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=4),
     "one launch, 8B, 8 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8),
     "one launch, 8B, 8 rows of one": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8, tokens=8),

@@ -84,6 +84,14 @@ CASES = [
     (2, 384, 2560, 14, 2, 17, MANY, 8, True, True, False),
 ]
 CASES = [(*case, layout) for case, layout in zip(CASES, itertools.cycle(cache_layouts.names()), strict=False)]
+# 16 bits as two digits each: 2 rows by planes, 4 by bytes, 8 as 16, and 11 as 22, those in two sections. With
+# other caches new keys would be rounded to one side or the other (2.5e-4 with bfloat16, 8e-4 with int8).
+CASES += [
+    (2, 384, 640, 4, 2, 9, [20, -1], 16, False, True, True, "float32"),
+    (2, 384, 2560, 4, 2, 9, [5, 300, 17, 2], 16, True, True, False, "float16"),
+    (2, 640, 896, 4, 2, 16, [5, 9, 130, 20, -1, 2, 3, 4], 16, True, True, False, "float32"),
+    (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 16, False, True, False, "float16"),
+]
 
 
 @pytest.mark.parametrize("rows", range(5, 25))

@@ -255,8 +255,8 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"plain": False}, "the kernel has plain attention, without gates, and weights that are not folded"),
         ({"folded": True}, "the kernel has plain attention, without gates, and weights that are not folded"),
         ({"post_norms": True}, "what attention or the feed-forward adds is normed first"),
-        ({"rows": 25}, "25 rows are more than 24, whose activations a warp has registers for"),
-        ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
+        ({"rows": 25}, "25 rows are more than 24, whose activations of 8 bits a warp has registers for"),
+        ({"rows": 13, "bits": 16}, "13 rows are more than 12, whose activations of 16 bits a warp has"),
         ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
         ({"platform": "sm_89"}, "needs bulk copies to shared memory"),
     ],
@@ -266,7 +266,7 @@ def test_a_step_that_the_launch_was_not_written_for_is_refused_by_construction(c
     assert choose(STEP) == "one_launch"
     problem = dataclasses.replace(STEP, **change)
     few = "layer_products" if problem.rows == 2 else "launches"
-    assert choose(problem) == (few if problem.rows < 9 else "layer_gemms")
+    assert choose(problem) == (few if problem.rows < 9 or problem.bits == 16 else "layer_gemms")
     with pytest.raises(
         NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}.*What can: la"
     ):

@@ -22,11 +22,10 @@ import itertools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real, select, total
+from pallas_kernels.gpu.values import as_real, fma, index, integer, minimum, real, select
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product
-from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD, largest_of_group
+from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
-TOP = 127
 UNIT = 128  # times sums of products is what `multiply_group` returns
 GROUP_WORDS = 48  # that are passed on of a row of a group
 # Of a group of each eight rows a lane has so many words while they are multiplied, and at most in all:
@@ -75,20 +74,14 @@ class ByteProduct(Product):
         """The first row of each eight, within a section."""
         return range(0, self.section_rows, MMA_COLUMNS)
 
-    def quantize(self, row, x: list, gamma: list | None, tag) -> list:
+    def words_of_digit(self, row, packed, scale, squares, tag) -> list:
         lane = integer(lanes.thread() % 32)
         t, i = lane // 8, lane % 8
-        x, squares = self.gamma_and_squares(x, gamma)
-        largest = largest_of_group(x, lambda v: as_real(lanes.warp_max(as_word(v))))
-        inverse = lanes.ratio(TOP, largest)
-        q = [lanes.round_to_integer(v * inverse) for v in x]
-        sum_of_q = real(lanes.warp_sum(total(q)))
-        word = lanes.packed_bytes(q, 0)
-        first, last = word << 8 | tag, word >> 24
+        sum_of_q = real(lanes.warp_sum(lanes.sum_of_bytes(packed, integer(0))))
+        first, last = packed << 8 | tag, packed >> 24
         for more, shift in ((0, 8), (1, 16), (2, 24)):
             code = lanes.from_lane(last, lane + more) if more else last
             extra = code << shift if not more else extra | code << shift
-        scale = as_real(memory.tagged(largest * (1 / TOP), 0))  # as it is received
         statistic = select(t == 0, scale * (2 / UNIT), select(t == 1, -(scale * sum_of_q), squares))
         statistic = select(t == 3, 0.0, statistic)
         is_last = i == 7

@@ -85,17 +85,16 @@ class PlaneProduct(Product):
     def columns_of_lane(group) -> list[tuple]:
         return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
 
-    def quantize(self, row, x: list, gamma: list | None, tag) -> list:
+    def words_of_digit(self, row, packed, scale, squares, tag) -> list:
         lane, count = lanes.thread() % 32, self.products
-        x, squares = self.gamma_and_squares(x, gamma)
-        (plane,), scale, sum_of_q = bit_planes(x, lane, PLANES)  # lane 4 p + t: word t of plane p
+        plane = plane_words(packed, lane)  # lane 4 p + t: word t of plane p
+        sum_of_q = real(lanes.warp_sum(lanes.sum_of_bytes(packed, integer(0))))
         p, t = lane // 4, lane % 4
         i, place = p % count, p // count * 4 + t
         lost, distance = (plane & 3) << integer(i) * 2 + 2, 4
         while distance < 4 * count:
             lost = lost | lanes.swapped(lost, distance)
             distance *= 2
-        scale = memory.untagged(memory.tagged(scale, 0))  # as it is received
         statistic = select(lane == 0, scale * 2, select(lane == 1, -(scale * sum_of_q), squares))
         statistic = select(lane == 3, 0.0, statistic)
         begin = self.rows * PLANE_WORDS
@@ -276,13 +275,15 @@ def bit_planes(x: list, lane, bits: int):
     inverse = lanes.ratio(top, largest)
     q = [lanes.round_to_integer(v * inverse) for v in x]
     sum_of_q = total(q)
-    # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.
-    source = integer(lane % 4 * 8 + lane // 4)
-    planes = []
-    for byte in range(bits // 8):
-        packed = lanes.packed_bytes(q, byte)
-        planes.append(lanes.from_lane(lanes.transposed_bits(packed, lane), source))
+    planes = [plane_words(lanes.packed_bytes(q, byte), lane) for byte in range(bits // 8)]
     return planes, largest * (1 / top), real(lanes.warp_sum(sum_of_q))
+
+
+def plane_words(packed, lane):
+    """8 bits of a warp's 128 integers, a byte of 4 a lane -> word t of plane p in lane 4 p + t."""
+    # It is bit p of the lanes' byte t. Transposed, lane 8 t + p holds it.
+    source = integer(lane % 4 * 8 + lane // 4)
+    return lanes.from_lane(lanes.transposed_bits(packed, lane), source)
 
 
 def in_powers_of_two(terms: list):

@@ -27,6 +27,9 @@ waits for the 128 numbers, quantizes them, and passes them on:
 
 Products that add to the residual stream (o and down) leave the addition to the warp that quantizes it next.
 Their columns may be split over blocks too, because that warp can add several partial sums.
+
+An integer of 16 bits is passed on as two of 8, q = 256 q_1 + q_0, in neighbouring rows of the tensor core
+with scales of their own, 256 s and s. Who has a row's outputs adds up those of both (`digits`).
 """
 
 import abc
@@ -38,13 +41,25 @@ from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, real, select, sum_of_squares
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    index,
+    integer,
+    minimum,
+    real,
+    select,
+    sum_of_squares,
+    total,
+)
 from pallas_kernels.matmul import epilogue
+from pallas_kernels.matmul.quantize_activations import largest_of_group
 
 GROUP = 128  # columns that share a scale, of weights and of activations
 PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
 MMA_COLUMNS = 8  # columns of the tensor core: rows of x in one product of bytes, planes in one of bits
 MOST_ROWS = 3 * MMA_COLUMNS
+TOPS = {1: 127, 2: 127 * 257}  # by digits: the largest integer whose digits are all within -128 .. 127
 MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
@@ -73,12 +88,13 @@ class Product(abc.ABC):
     """Rows of activations times a block's tiles of one matrix, or of two (gate and up). Its methods are
     called while a kernel is traced.
 
-    rows, columns      of the activations
+    rows, columns      of the activations; a row's digits are as many rows
     n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
     warps, tiles       of a block
     splits       parts of the columns: a block has one, and `columns` and `pairs` are those of one part, so
                  that each block reads less of what is passed on
-    bits         of an activation, 8 or 16
+    bits         of an activation, 8 or 16; where activations are passed on, of each of its digits, 8
+    digits       neighbouring rows that are one row's digits, the lowest first, where they are passed on
     round_tiles  tiles of a round whose weights are in registers; None: weights are in shared memory, and a
                  round has as many tiles as there is room for (`together`)
 
@@ -104,6 +120,7 @@ class Product(abc.ABC):
     normed: bool = False
     eps: float = 0.0
     bits: int = 8
+    digits: int = 1
     activation: Activation = SILU
     round_tiles: int | None = None
 
@@ -111,6 +128,11 @@ class Product(abc.ABC):
     @abc.abstractmethod
     def words(self) -> int:
         """Words that are passed on for a row of a group."""
+
+    @property
+    def x_rows(self) -> int:
+        """Rows of the activations, with all of their digits."""
+        return self.rows // self.digits
 
     @property
     def group_words(self) -> int:
@@ -236,16 +258,16 @@ class Product(abc.ABC):
     def outputs(self, me: LaneColumns, first_row, first, first_tile) -> list:
         """This thread's outputs in the section that begins at `first_row` and the round that begins at tile
         `first` of the block, whose own tiles begin at `first_tile`: (whether the output exists, u, row within
-        the section, index within the tile, n, row)."""
-        out, threads, rows = [], self.warps * 32, self.section_rows
+        the section, index within the tile, n, row). Rows count once, not each of their digits."""
+        out, threads, rows = [], self.warps * 32, self.section_rows // self.digits
         for begin in range(0, self.together * rows * 16, threads):
             at = me.thread + begin
             inside, row, u = at % 16, at // 16 % rows, at // (16 * rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
-            x_row = row + first_row
-            if rows < self.rows:
-                valid = valid & (x_row < self.rows)
+            x_row = row + (first_row if self.digits == 1 else first_row // self.digits)
+            if rows < self.x_rows:
+                valid = valid & (x_row < self.x_rows)
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, x_row))
         return out
 
@@ -254,16 +276,22 @@ class Product(abc.ABC):
         already known; changed(i, n, sums of each matrix): sums that take their place."""
         for i, (valid, u, row, inside, n, x_row) in enumerate(outputs):
             with lanes.when(valid):
-                places = [self.place(u, m, row) + inside for m in range(self.matrices)]
-                y = [self._over_warps(scratch_smem, at, 16) for at in places]
+                y = [self._sum(scratch_smem, u, m, row, inside) for m in range(self.matrices)]
                 y = y if changed is None else changed(i, n, y)
                 norm = norms[i] if norms else self.norm(scratch_smem, x_row)
                 store(i, x_row, n, epilogue.output(y, norm, self.activation))
+
+    def _sum(self, scratch_smem, u, m, row, inside):
+        """An output's sum over all warps and the row's digits."""
+        first = row if self.digits == 1 else row * self.digits
+        places = [self.place(u, m, first + d) + inside for d in range(self.digits)]
+        return total([self._over_warps(scratch_smem, at, 16) for at in places])
 
     def norm(self, scratch_smem, row):
         """1 / rms of a row, after a block barrier; None where nothing is normed."""
         if not self.normed:
             return None
+        row = row if self.digits == 1 else row * self.digits
         squares = self._over_warps(scratch_smem, row * self.busy + self.sums, 1)
         return epilogue.inverse_rms(squares, self.columns, self.eps)
 
@@ -276,9 +304,31 @@ class Product(abc.ABC):
         """The columns of a group that a lane of the quantizing warp has: an index and a constant each."""
 
     @abc.abstractmethod
+    def words_of_digit(self, row, x: list, scale, squares, tag) -> list[tuple]:
+        """By a warp: the words that are passed on of one of the tensor core's rows.
+
+        x        bytes of this lane's columns, packed: int8, the first column's lowest
+        scale    of its numbers
+        squares  of the row's x
+        Returns (place among the group's words, word, condition or None) for each word.
+        """
+
     def quantize(self, row, x: list, gamma: list | None, tag) -> list[tuple]:
         """By a warp: quantize a row of a group, of which x and gamma (None without a norm) are this lane's
-        columns. Returns (place among the group's words, word, condition or None) for each word."""
+        columns. Returns what `words_of_digit` does, of all of its digits."""
+        x, squares = self.gamma_and_squares(x, gamma)
+        largest = largest_of_group(x, lambda v: as_real(lanes.warp_max(as_word(v))))
+        top = TOPS[self.digits]
+        inverse = lanes.ratio(top, largest)
+        q = [lanes.round_to_integer(v * inverse) for v in x]
+        scale, words = memory.untagged(memory.tagged(largest * (1 / top), 0)), []  # as it is received
+        for digit in range(self.digits):
+            if digit:
+                q = [v + 128 for v in q]  # what the signed low digit has taken
+            own = row if self.digits == 1 else row * self.digits + digit
+            packed = lanes.packed_bytes(q, digit)
+            words += self.words_of_digit(own, packed, scale * 256.0**digit, squares, tag)
+        return words
 
     def gamma_and_squares(self, x: list, gamma: list | None) -> tuple[list, Any]:
         """x gamma, and the sum of x^2 over a warp's group."""
