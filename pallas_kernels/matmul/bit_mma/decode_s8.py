@@ -16,6 +16,7 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
 import dataclasses
 import functools
 import itertools
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,8 @@ from pallas_kernels.matmul.quantize_activations import (
 )
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
+# Warps of a block, and blocks of a multiprocessor at once: as many as there are registers for.
+SIZES_OF_BLOCKS, FEWEST_WARPS = ((8, 1), (12, 1), (4, 2), (4, 1)), 8
 LOADS_OF_ROUND = 8  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
 DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
 STATISTIC_BYTES = 8 * MMA_COLUMNS  # two float32 of each of 8 rows
@@ -65,17 +68,26 @@ class Rounds(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """With the fewest idle warps; None if integers and sums do not fit into shared memory."""
-        warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-        tiles = -(-n_tiles // device.multiprocessors())
-        most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
-        product = ByteProduct(
-            rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-            round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
-        )  # fmt: skip
-        plan = cls(product)
-        taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
-        return plan if taken <= device.shared_bytes() else None
+        """With the fewest idle warps, of those that keep FEWEST_WARPS or more on a multiprocessor, in one
+        block or in several; None if integers and sums do not fit into shared memory."""
+
+        def planned(warps: int, at_once: int) -> Self | None:
+            tiles = -(-n_tiles // (at_once * device.multiprocessors()))
+            most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
+            product = ByteProduct(
+                rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
+                round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
+            )  # fmt: skip
+            plan = cls(product)
+            taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
+            return plan if taken <= shared_memory.bytes_of_block(device.shared_bytes(), at_once) else None
+
+        def idle(warps_and_at_once: tuple[int, int]) -> tuple[bool, int]:
+            warps, at_once = warps_and_at_once
+            return warps * at_once < FEWEST_WARPS, -(-pairs // warps) * warps
+
+        plans = (planned(*sizes) for sizes in sorted(SIZES_OF_BLOCKS, key=idle))
+        return next(filter(None, plans), None)
 
     @property
     def _words(self) -> dict[str, int]:
