@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import QTensor, dequantize, device, formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
+from pallas_kernels.matmul.bit_mma import decode_s8
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
@@ -166,3 +167,31 @@ def test_a_plan_gives_every_tile_to_one_block(parts, rows):
             )
     assert blocks == list(range(len(blocks)))
     assert tiles == list(range(sum(-(-n // 16) for _, n in parts)))
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "matrices", "products", "warps"),
+    [  # of 8 tokens of 30B-A3B, of one, and of 8 of gpt-oss
+        (768, 2048, 2, 64, 4), (2048, 768, 1, 64, 4), (768, 2048, 2, 8, 8), (2880, 2880, 1, 32, 12),
+    ],
+)  # fmt: skip
+def test_several_products_of_few_columns_have_small_blocks(n, k, matrices, products, warps, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    each = device.multiprocessors() // products
+    planned = int_decode_plan.plan([(shapes("q4_k", n, k),) * matrices], 1, ("q4_k",), 8, blocks=each)
+    assert planned is not None and planned.warps == warps
+    assert planned.parts[0].blocks <= each * (4 if warps == 4 else 1)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize(
+    ("n", "k", "matrices"),
+    [(17408, 5120, 2), (5120, 17408, 1), (16384, 5120, 1), (5120, 6144, 1), (12288, 4096, 2)],
+)
+def test_rows_of_1_bit_weights_keep_eight_warps_on_a_multiprocessor(n, k, matrices, rows, monkeypatch):
+    """Four are not enough: they wait for each other's loads (LOG.md)."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    planned = decode_s8.Rounds.plan(rows, k, n // 16, -(-k // 256), matrices)
+    assert planned is not None
+    blocks = -(-(n // 16) // planned.tiles)
+    assert planned.product.warps * -(-blocks // device.multiprocessors()) >= 8

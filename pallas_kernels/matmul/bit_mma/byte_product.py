@@ -17,6 +17,7 @@ in the order [group][words 0 .. 3, 4 .. 7, 8 .. 11][row][t][4], so that a warp r
 lane.
 """
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable
@@ -69,6 +70,13 @@ class ByteProduct(Product):
             return self.rows
         sections = -(-eights // max(1, min(2, MOST_REGISTERS // each)))
         return min(self.rows, MMA_COLUMNS * -(-eights // sections))
+
+    @property
+    def stored_rows(self) -> int:
+        """Where weights are in registers, whole eights: past a condition the compiler would move the
+        products, too, and keep all that they wait for in registers (of 5 rows 254 a lane, of 8 rows 178)."""
+        whole_eights = -(-self.section_rows // MMA_COLUMNS) * MMA_COLUMNS
+        return self.section_rows if self.round_tiles is None else whole_eights
 
     def _eights(self) -> range:
         """The first row of each eight, within a section."""
@@ -149,7 +157,8 @@ class ByteProduct(Product):
     def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
         for (i, first), c in itertools.product(enumerate(self._eights()), (0, 1)):
             row = me.t * 2 + (first + c)
-            with lanes.when(row < self.section_rows):
+            are_some = first + MMA_COLUMNS > self.stored_rows
+            with lanes.when(row < self.section_rows) if are_some else contextlib.nullcontext():
                 for (u, m), tile_sums in y.items():
                     for r in (0, 1):
                         at = self.place(u, m, 0) + me.warp * 16 + me.g + 8 * r

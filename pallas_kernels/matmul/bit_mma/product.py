@@ -190,8 +190,13 @@ class Product(abc.ABC):
         return self.busy * 16 + (4 if self.rows > 1 else 0)
 
     @property
+    def stored_rows(self) -> int:
+        """Rows of a section that there is room for where warps' sums meet."""
+        return self.section_rows
+
+    @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.section_rows * self.row_sums
+        return self.together * self.matrices * self.stored_rows * self.row_sums
 
     @property
     def scratch(self) -> int:
@@ -253,7 +258,7 @@ class Product(abc.ABC):
 
     def place(self, u, m, row):
         """Where the sums of a tile of a round, a matrix and a row of a section begin."""
-        return ((u * self.matrices + m) * self.section_rows + row) * self.row_sums
+        return ((u * self.matrices + m) * self.stored_rows + row) * self.row_sums
 
     def outputs(self, me: LaneColumns, first_row, first, first_tile) -> list:
         """This thread's outputs in the section that begins at `first_row` and the round that begins at tile
@@ -304,10 +309,10 @@ class Product(abc.ABC):
         """The columns of a group that a lane of the quantizing warp has: an index and a constant each."""
 
     @abc.abstractmethod
-    def words_of_digit(self, row, x: list, scale, squares, tag) -> list[tuple]:
+    def words_of_digit(self, row, packed, scale, squares, tag) -> list[tuple]:
         """By a warp: the words that are passed on of one of the tensor core's rows.
 
-        x        bytes of this lane's columns, packed: int8, the first column's lowest
+        packed   the integers of this lane's four columns, int8 in one word, the first column's lowest
         scale    of its numbers
         squares  of the row's x
         Returns (place among the group's words, word, condition or None) for each word.

@@ -120,13 +120,14 @@ def plan(
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest. A matrix of few
     columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor. So
-    have several products with so many outputs to a block: some blocks work while others begin (LOG.md).
+    have several products with so many outputs to a block, where a block has work for 8 warps at most: with
+    12 it is faster alone (LOG.md).
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     n_tiles, most = sum(fields["words"].shape[1] for fields, *_ in parts), blocks or device.multiprocessors()
     sizes_of_blocks = [(w, 1) for w in BLOCK_WARPS]
-    if n_tiles >= SMALLEST_AT_ONCE**2 * most:
+    if n_tiles >= SMALLEST_AT_ONCE**2 * most and (not blocks or steps <= 8):
         sizes_of_blocks.insert(0 if blocks else len(BLOCK_WARPS), (BLOCK_WARPS[-1], SMALLEST_AT_ONCE))
     best = None
     for w, at_once in sizes_of_blocks:
