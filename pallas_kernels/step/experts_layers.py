@@ -156,7 +156,7 @@ class _Layer(Layer):
 
     row     whose experts this block has
     inside  its number among the row's blocks; large where there is no such row
-    of_row, own_logits  blocks of a row, and logits that each of them makes at most
+    row_blocks, own_logits  blocks of a row, and logits that each of them makes at most
     """
 
     KEPT = (DOWN,)  # x behind o is made by other blocks than x behind down
@@ -165,10 +165,10 @@ class _Layer(Layer):
         super().__init__(launch, layer)
         self.experts, self.router, self.rows = experts, launch.more["router"], launch.attention.rows
         self.dots_smem, self.chosen_smem = launch.more["dots_smem"], launch.more["chosen_smem"]
-        self.of_row = blocks_of_row(self.rows)
-        self.own_logits = -(-experts.count // self.of_row)
-        row = integer(lanes.block()) // self.of_row
-        self.inside = select(row < self.rows, integer(lanes.block()) - row * self.of_row, 2**30)
+        self.row_blocks = blocks_of_row(self.rows)
+        self.own_logits = -(-experts.count // self.row_blocks)
+        row = integer(lanes.block()) // self.row_blocks
+        self.inside = select(row < self.rows, integer(lanes.block()) - row * self.row_blocks, 2**30)
         self.row = 0 if self.rows == 1 else index(minimum(row, self.rows - 1))
 
     def begun(self) -> list:
@@ -214,7 +214,7 @@ class _Layer(Layer):
             self.product(DOWN, ring, lanes.choose(gate_up[0].share.has_tiles, run, state), 1)
 
         # Blocks that have logits and nothing else: who waits for others' words must make some later.
-        with lanes.when(~choosing & (self.inside < min(self.of_row, self.experts.count))):
+        with lanes.when(~choosing & (self.inside < min(self.row_blocks, self.experts.count))):
             rows = self._router_rows(block, 0, at_once)
             self._send_logits(block, block.load(), rows)
         with lanes.when(choosing):
@@ -265,7 +265,7 @@ class _Layer(Layer):
         columns = activations.columns(activations.steps_at(0))
 
         def row(number: int, column):
-            expert = minimum(self.inside + number * self.of_row, self.experts.count - 1)
+            expert = minimum(self.inside + number * self.row_blocks, self.experts.count - 1)
             halves = [memory.load_reals(4, self.router, [self.layer, expert, column + at]) for at in (0, 4)]
             return [v for half in halves for v in half]
 
@@ -284,7 +284,7 @@ class _Layer(Layer):
                     memory.store(value, self.dots_smem, block.warp + at * WARPS)
             lanes.block_barrier()
             number = integer(lanes.thread())
-            expert = self.inside + (number + first) * self.of_row
+            expert = self.inside + (number + first) * self.row_blocks
             with lanes.when((number < len(router_rows[0])) & (expert < self.experts.count)):
                 dot, squares = (
                     over_warps(lambda w, at=at: memory.load(self.dots_smem, at * WARPS + w), WARPS)

@@ -29,20 +29,20 @@ def plan(
 
     phases  of each product, as Planned has them. Of experts they are of one row
     """
-    blocks, of_row = device.multiprocessors(), blocks_of_row(rows)
-    if of_row < experts.used:
+    blocks, row_blocks = device.multiprocessors(), blocks_of_row(rows)
+    if row_blocks < experts.used:
         return None
 
     def shared_out(most: int) -> int_layers_plan.Products:
-        of_experts = {GATE_UP: of_row // experts.used, DOWN: min(of_row, most)}
+        limits = {GATE_UP: row_blocks // experts.used, DOWN: min(row_blocks, most)}
         return int_layers_plan.shared_out(
-            phases, lambda number: 1 if number in of_experts else rows, bits, eps, activation,
-            most=lambda number: of_experts.get(number, most),
+            phases, lambda number: 1 if number in limits else rows, bits, eps, activation,
+            most=lambda number: limits.get(number, most),
             wide=lambda number: experts.used if number == DOWN else 1,
         )  # fmt: skip
 
     # A block that makes logits has that to do in every layer.
-    with_logits = rows * of_row if experts.count >= of_row else experts.count
+    with_logits = rows * row_blocks if experts.count >= row_blocks else experts.count
     every_layer = int_layers_plan.blocks_of_every_layer(shared_out(blocks))
     products = int_layers_plan.in_pairs(shared_out(max(every_layer, with_logits)), (DOWN,))
     rings = [products[OUT] + products[NEXT_QKV], products[GATE_UP] + products[DOWN]]
