@@ -13,10 +13,10 @@ It is the launch of int_layers.py. What experts add:
               all; what it is multiplied by are their hidden vectors times the router's weights. Its outputs
               are shared out among the row's blocks
 
-    blocks    0 1 2 | 3 4 5 | 6         of two rows, with a choice of three experts each
+    blocks      0   1   2 | 3   4   5 | 6     of two rows with three of five experts each
     o, q, k, v  each has some outputs of both rows
-    router    0 3 | 1 4 | 2 .           experts whose logits a row's blocks make
-    gate, up  3 0 1 | 1 2 0 | .         of what each row has chosen
+    router      0,3 1,4 2 | 0,3 1,4 2 | .     experts whose logits a block makes
+    gate, up    3   0   1 | 1   2   0 | .     those that the row has chosen
 
 An expert that several rows have chosen is read by the blocks of each, at about the same time: once out of
 memory and then out of the L2 cache.
