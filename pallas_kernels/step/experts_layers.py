@@ -229,11 +229,11 @@ class _Layer(Layer):
         ]
 
     def row_of(self, number: int, row):
-        """Of experts, the block's only one."""
+        """A product of experts has one row, this block's."""
         return self.row if number in (GATE_UP, DOWN) else row
 
     def residual(self, number: int) -> Callable | None:
-        """What o and down add to is what other blocks have sent."""
+        """o and down add to x as other blocks have sent it, with 22 bits of mantissa."""
         if number not in (OUT, DOWN):
             return super().residual(number)
         exchange = self.exchange(MIDDLE)
@@ -258,8 +258,9 @@ class _Layer(Layer):
         return [[v * w for v in values] for values, w in zip(received, weights, strict=True)]
 
     def _router_rows(self, block: Block, first: int, count: int) -> list[list[list]]:
-        """Of this block's experts, by step and in the columns of this lane's activations: of so many from
-        number `first` among the row's on, with as many blocks between two as the row has."""
+        """The router's weights for `count` of the logits that this block computes, from its number `first`
+        on: by step, expert and column, as this lane has the columns of x. Two neighbouring logits of a block
+        are those of experts that are row_blocks apart."""
         activations = block.activations
         assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
         columns = activations.columns(activations.steps_at(0))
@@ -272,7 +273,8 @@ class _Layer(Layer):
         return [[row(number, column) for number in range(first, first + count)] for column in columns]
 
     def _send_logits(self, block: Block, loaded, router_rows: list[list[list]]):
-        """Of this block's experts for its row; by the row's first block also of those that there are not."""
+        """Send the logits of this block's experts for its row. The row's first block also sends those of the
+        places behind the last expert, which nobody may choose."""
         for first in range(0, self.own_logits, len(router_rows[0])):
             if first:
                 lanes.block_barrier()  # the sums before were read
@@ -297,7 +299,7 @@ class _Layer(Layer):
             self.send(LOGITS, self.row, missing, real(router.NONE))
 
     def _dots_and_squares(self, block: Block, loaded, router_rows: list[list[list]]) -> list:
-        """This lane's part of the sum of x^2, and of that of x gamma w for each expert's w."""
+        """This lane's part of the sum of x^2, and for each expert's weights w of the sum of x gamma w."""
         _, x, gammas = loaded
         squares, dots = real(0), [real(0)] * len(router_rows[0])
         for u, (rows, gamma) in enumerate(zip(router_rows, gammas, strict=True)):

@@ -16,7 +16,7 @@ MOST_LOGITS = 8  # that a block of a hidden size of 2048 makes at once: each tak
 
 
 def blocks_of_row(rows: int) -> int:
-    """How many have the experts of each of so many rows."""
+    """Blocks that read the experts of one row, where there are so many rows."""
     return device.multiprocessors() // rows
 
 

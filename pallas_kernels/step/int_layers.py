@@ -348,7 +348,7 @@ class Layer:
         )  # fmt: skip
 
     def row_of(self, number: int, row):
-        """The row of x that a row of this block's activations is."""
+        """Which row of x a row of a product's activations is."""
         return row
 
     def residual(self, number: int) -> Callable | None:

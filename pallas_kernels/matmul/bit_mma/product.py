@@ -131,7 +131,7 @@ class Product(abc.ABC):
 
     @property
     def x_rows(self) -> int:
-        """Rows of the activations, with all of their digits."""
+        """Rows of x. `rows` counts each of their digits."""
         return self.rows // self.digits
 
     @property
@@ -191,7 +191,7 @@ class Product(abc.ABC):
 
     @property
     def stored_rows(self) -> int:
-        """Rows of a section that there is room for where warps' sums meet."""
+        """Rows of a section for whose sums there is shared memory."""
         return self.section_rows
 
     @property

@@ -114,14 +114,14 @@ def plan(
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    blocks: at most, one on a multiprocessor, of a launch with several products; None: it has this one, and
-    as many blocks as there are multiprocessors. rotated: blocks rotate activations.
+    blocks: the most that this product may have in a launch that computes several, if each is alone on its
+    multiprocessor; None: the launch computes this product only. rotated: blocks rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest. A matrix of few
     columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor. So
-    have several products with so many outputs to a block, where a block has work for 8 warps at most: with
-    12 it is faster alone (LOG.md).
+    has a launch of several products whose columns keep 8 warps busy at most. With 12 busy warps a large block
+    is faster (LOG.md).
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
