@@ -16,7 +16,7 @@ MOST_LOGITS = 8  # that a block of a hidden size of 2048 makes at once: each tak
 
 
 def blocks_of_row(rows: int) -> int:
-    """Blocks that read the experts of one row, where there are so many rows."""
+    """How many blocks each of a step's rows has for its router and experts."""
     return device.multiprocessors() // rows
 
 
