@@ -46,6 +46,7 @@ class Experts:
     whole   whether that is the same of a layer's gate, up and down, and gate and up have the same format in
             each layer: a feed-forward then may be one
     folded  whether inputs must be rotated before
+    columns  the most that a matrix of such a feed-forward has; 0 without one
     """
 
     CALL: ClassVar[str] = ""
@@ -53,6 +54,7 @@ class Experts:
     kernel: str
     whole: bool = False
     folded: bool = False
+    columns: int = 0
 
     def __str__(self):
         return f"products by expert, each by {self.kernel}, on {self.platform}"

@@ -102,6 +102,16 @@ def grouped(problem: Experts) -> str | None:
     return None if problem.whole else "gate and up have different formats, or other kernels than down"
 
 
+def grouped_decode(problem: Experts) -> str | None:
+    if reason := grouped(problem):
+        return reason
+    from pallas_kernels.matmul.int_mma.decode_plan import SMALL_BLOCK_COLUMNS  # only GPUs need it
+
+    if problem.columns <= SMALL_BLOCK_COLUMNS:
+        return None
+    return f"is faster up to {SMALL_BLOCK_COLUMNS} columns; an expert has {problem.columns}"
+
+
 def int_experts(problem: Experts) -> str | None:
     if problem.kernel != "int_decode":
         return "is for weights that int_decode multiplies"

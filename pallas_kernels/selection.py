@@ -120,7 +120,7 @@ def _our_own() -> Iterator[Candidate]:
     bit, ints = "pallas_kernels.matmul.bit_mma", "pallas_kernels.matmul.int_mma"
     tiled = functools.partial(Candidate, tiled=True)
     yield tiled("bit_decode_ring", Matmul, rules.bit_decode_ring, f"{bit}.decode_ring:run", (1, 8))
-    yield tiled("bit_decode_s8", Matmul, rules.bit_decode_s8, f"{bit}.decode_s8:run", (4, 8))
+    yield tiled("bit_decode_s8", Matmul, rules.bit_decode_s8, f"{bit}.decode_s8:run", (3, 8))
     yield tiled("bit_decode_b1", Matmul, rules.bit_decode_b1, f"{bit}.decode_b1:run", (1, 8))
     int_prefill = f"{ints}.prefill_sm90:run", _int_prefill_rows
     yield tiled("int_prefill_sm90", Matmul, rules.int_prefill_sm90, *int_prefill, offers=("rotates",))
@@ -132,13 +132,15 @@ def _our_own() -> Iterator[Candidate]:
     yield xla("cpu", Matmul, rules.cpu_matmul, "pallas_kernels.matmul.cpu:run")
     yield xla("reference", Matmul, rules.no_reason, "pallas_kernels.matmul.reference:run")
 
+    few = "pallas_kernels.experts.grouped_decode:feed_forward", (17, 64)
+    yield Candidate("grouped_decode", Experts, rules.grouped_decode, *few, fused=True)
     grouped = "pallas_kernels.experts.grouped:feed_forward", (17, None)
     yield Candidate("grouped", Experts, rules.grouped, *grouped, fused=True)
     one_launch = "pallas_kernels.experts.int_experts:run"
     yield Candidate("int_experts", Experts, rules.int_experts, one_launch, offers=("most_rows",))
     yield xla("tiles", Experts, rules.no_reason, None)
 
-    logits = "pallas_kernels.experts.router_logits:run", (1, 16)
+    logits = "pallas_kernels.experts.router_logits:run", (1, 64)
     yield Candidate("router_logits", RouterLogits, rules.router_logits, *logits)
     yield xla("reference", RouterLogits, rules.no_reason, None)
 

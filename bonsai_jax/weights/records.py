@@ -212,7 +212,9 @@ class LoadPlan:
             kernels = {p.matrix.products.kernel(1) for stack in feed_forward for p in stack.pieces}
             whole = gate == up and len(kernels) == 1
         folded = any(member.folded for stack in stacks.values() for member in stack.members)
-        return problems.Experts(device.platform(), matrix.products.kernel(1), whole=whole, folded=folded)
+        columns = max(p.matrix.problem.k for stack in feed_forward for p in stack.pieces) if whole else 0
+        how = {"whole": whole, "folded": folded, "columns": columns}
+        return problems.Experts(device.platform(), matrix.products.kernel(1), **how)
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of them in all layers and experts) of every matrix."""

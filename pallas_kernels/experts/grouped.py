@@ -89,17 +89,24 @@ def feed_forward(
         each = (product(x_float16, (w,), index) for w in matrices)
         return activation(*(y + bias[expert] for y, bias in zip(each, biases[:2], strict=True)))
 
-    hidden = _with_layer(tuple(gate_up), layer, hidden_rows)
-    y = _with_layer((down,), layer, lambda w, index: product(rounded(hidden, None, w), w, index))
-    total = jnp.zeros((), jnp.float32)
-    for j, weight in enumerate(weights.reshape(-1, used).T):
-        row = y.at[token_places[:, j]].get(mode="clip")
-        row = row if biases is None else row + biases[2].at[chosen.reshape(-1, used)[:, j]].get(mode="clip")
-        total += jnp.where(token_places[:, j, None] >= 0, weight[:, None] * row, 0.0)
+    hidden = with_layer(tuple(gate_up), layer, hidden_rows)
+    y = with_layer((down,), layer, lambda w, index: product(rounded(hidden, None, w), w, index))
+    total = weighted_sum(y, token_places, chosen, weights, None if biases is None else biases[2])
     return total.reshape(*x.shape[:-1], -1)
 
 
-def _with_layer(stacks: tuple, layer, use):
+def weighted_sum(y, token_places, chosen, weights, bias: jax.Array | None = None) -> jax.Array:
+    """float32 [tokens, N]: of each token sum_j weights[j] (y[token_places[j]] + bias[chosen[j]]), without
+    pairs whose place is below 0."""
+    used, total = chosen.shape[-1], jnp.zeros((), jnp.float32)
+    for j, weight in enumerate(weights.reshape(-1, used).T):
+        row = y.at[token_places[:, j]].get(mode="clip")
+        row = row if bias is None else row + bias.at[chosen.reshape(-1, used)[:, j]].get(mode="clip")
+        total += jnp.where(token_places[:, j, None] >= 0, weight[:, None] * row, 0.0)
+    return total
+
+
+def with_layer(stacks: tuple, layer, use):
     """use(matrices, index) of a layer, which has one part of each stack."""
     if isinstance(stacks[0], QTensor):
         return use(stacks, layer)

@@ -9,7 +9,8 @@ A stack of layers' experts, [layers, experts, N, K], is one of layers * experts 
 reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
 dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
 are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (int_experts.py); and on Hopper the
-many rows of a prefill go through a whole feed-forward once sorted (grouped.py).
+many rows of a prefill go through a whole feed-forward once sorted (grouped.py), as do those of large decode
+steps (grouped_decode.py).
 """
 
 from collections.abc import Sequence
@@ -129,9 +130,9 @@ def _each(in_one_launch: bool, x, w: Any, index) -> jax.Array:
 def feed_forward(
     x, stacks: tuple, chosen, weights, biases, layer, activation: Activation, exactly
 ) -> jax.Array | None:
-    """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
-    (weights, biases), stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for
-    so few rows."""
+    """The whole feed-forward by grouped.py or grouped_decode.py, stacks of gate, up and down, with the
+    derivatives of exactly(x, (weights, biases), stacks, (chosen, layer)); None where these have no kernels
+    for the matrices, or not for so few rows."""
     where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
     formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
     alike = where[0] == where[1] and formats[0] == formats[1]
@@ -213,7 +214,9 @@ def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> Can
     """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
     kernel, *others = dict.fromkeys(w.products.kernel(1) for w in weights)
     folded = any(w.rotation is not None for w in weights)
-    problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
+    whole = alike and not others
+    columns = max(w.shape[1] for w in weights) if whole else 0
+    problem = Experts(device.platform(), kernel, whole=whole, folded=folded, columns=columns)
     return selection.get(Experts, selection.choose(problem, tokens))
 
 

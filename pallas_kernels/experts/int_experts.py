@@ -107,7 +107,8 @@ def int_experts(
 
     x        float32 [M, K], or wider, where K is a multiple of 32: then the first K columns count
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
-    experts  int32 [tiles]; what is returned of a tile with a number that is no expert's means nothing
+    experts  int32 [tiles], or the first of the columns of [tiles, columns]; what is returned of a tile with a
+             number that is no expert's means nothing
     rows     int32 [tiles, 1 to 16]
     places   int32 [1]: first; with `shared` another: that of expert number `count` in its stacks
     shared   fields of W, or of G and U, of one more expert; None: there is none
@@ -204,7 +205,7 @@ def _body(
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
     if choice is None or logits_gmem is None:
-        expert = memory.load(experts_gmem, tile)
+        expert = memory.load(experts_gmem, tile, *[0] * (len(experts_gmem.type.shape) - 1))
     else:
         stores = Stores(number - rows_gmem.type.shape[0] * part.blocks, weights_gmem, chosen_gmem)
         expert = _chosen_expert(tile, choice, logits_gmem, stores, chosen_smem)

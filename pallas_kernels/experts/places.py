@@ -33,30 +33,38 @@ def tiles_of(pairs: int, experts: int, tokens: int) -> int:
     return min(pairs, pairs // tokens + experts)
 
 
-@functools.partial(jax.jit, static_argnames=("experts", "tokens", "step"))
+@functools.partial(jax.jit, static_argnames=("experts", "tokens", "step", "used"))
 def expert_places(
-    chosen: jax.Array, *, experts: int, tokens: int, step: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """int32 [pairs] -> (places int32 [pairs], tiles int32 [tiles_of(..), 3], count int32 [1]).
+    chosen: jax.Array, *, experts: int, tokens: int, step: int, used: int | None = None
+) -> tuple[jax.Array, ...]:
+    """int32 [pairs] -> (places int32 [pairs], tiles int32 [tiles_of(..), 3], count int32 [1]), and with
+    `used` rows int32 [rows_of(..)].
 
     chosen   number of each pair's expert; what is none of so many `experts` (at most 1024) stands for none
     places   row of each pair, in ascending order of pairs among those of an expert; -1 where there is none.
              An expert's rows begin at a multiple of `step`
     tiles    of each tile of up to `tokens` rows its expert, its first row, and the end of the expert's rows;
-             of count[0] of them, the others undefined
+             of count[0] of them. Others have expert -1, and are else undefined
+    used     how many neighbouring pairs are of one token
+    rows     of each row its token, 0 where it has no pair; undefined behind the last tile
     """
     (pairs,) = chosen.shape
     if experts > 32 * WARPS:
         raise NotImplementedError(
             f"{experts} experts; the kernel has a thread for each of up to {32 * WARPS}"
         )
+    tiles = tiles_of(pairs, experts, tokens)
+    rows = {}
+    if used is not None:
+        rows["rows_gmem"] = jax.ShapeDtypeStruct((rows_of(pairs, experts, step),), jnp.int32)
     return launch(
-        functools.partial(_body, pairs=pairs, experts=experts, tokens=tokens, step=step),
+        functools.partial(_body, experts=experts, tokens=tokens, step=step, used=used),
         {"chosen_gmem": chosen},
         {
             "places_gmem": jax.ShapeDtypeStruct((pairs,), jnp.int32),
-            "tiles_gmem": jax.ShapeDtypeStruct((tiles_of(pairs, experts, tokens), 3), jnp.int32),
+            "tiles_gmem": jax.ShapeDtypeStruct((tiles, 3), jnp.int32),
             "count_gmem": jax.ShapeDtypeStruct((1,), jnp.int32),
+            **rows,
         },
         name="expert_places",
         blocks=1,
@@ -70,9 +78,10 @@ def expert_places(
 
 
 def _body(
-    chosen_gmem, places_gmem, tiles_gmem, count_gmem, counts_smem, first_smem, sums_smem,
-    *, pairs, experts, tokens, step,
+    chosen_gmem, places_gmem, tiles_gmem, count_gmem, rows_gmem=None, *, counts_smem, first_smem, sums_smem,
+    experts, tokens, step, used,
 ):  # fmt: skip
+    (pairs,) = chosen_gmem.type.shape
     thread = integer(lanes.thread(reuse=True))
     warp, lane = thread // 32, thread % 32
     turns = -(-pairs // (32 * WARPS))  # of 32 pairs, which a warp has
@@ -101,6 +110,12 @@ def _body(
         with lanes.when(expert < experts):
             memory.store(integer(0), counts_smem, warp, at)
     lanes.warp_barrier()
+
+    def no_tile(tile, _):
+        memory.store(integer(-1), tiles_gmem, integer(tile), 0)
+        return []
+
+    lanes.loop(thread, tiles_gmem.type.shape[0], 32 * WARPS, [], no_tile)
 
     def count(turn_pairs):
         for pair, _, valid, expert in turn_pairs:
@@ -141,6 +156,10 @@ def _body(
             return []
 
         lanes.loop(0, tiles, 1, [], tile)
+        if rows_gmem is not None:
+            for row in range(step - 1):
+                with lanes.when(total + row < rows):
+                    memory.store(integer(0), rows_gmem, first + total + row)
     with lanes.when(thread == experts - 1):
         memory.store(first_tile + tiles, count_gmem, 0)
     lanes.block_barrier()
@@ -149,8 +168,11 @@ def _body(
         for pair, exists, valid, expert in turn_pairs:
             before = memory.load(first_smem, expert) + memory.load(counts_smem, warp, expert)
             with lanes.when(exists):
-                place = select(valid, before + memory.load(places_gmem, pair), -1)
-                memory.store(place, places_gmem, pair)
+                row = select(valid, before + memory.load(places_gmem, pair), -1)
+                memory.store(row, places_gmem, pair)
+                if rows_gmem is not None:
+                    with lanes.when(valid):
+                        memory.store(pair // used, rows_gmem, row)
 
     turns_of(place)
 

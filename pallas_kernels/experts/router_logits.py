@@ -6,7 +6,8 @@
     last block   sum of x^2 | (gamma x) r, if there is one more row
 
 1 / rms(x) is a factor of all outputs, so each block needs it only at its end. Threads share the columns, and
-their sums meet in shared memory, in one order. Block t also writes the normed token t.
+their sums meet in shared memory, in one order. Block t also writes the normed token t. More than 8 tokens are
+several such groups of blocks, since a block multiplies its tokens one after the other.
 """
 
 import functools
@@ -25,6 +26,7 @@ from pallas_kernels.qtensor import QTensor
 THREADS = 256
 WARPS = THREADS // 32
 NUMBERS = 64  # of W in a thread's registers, at most
+MOST_TOKENS = 8  # of a block
 MOST_COLUMNS = 4 * THREADS * NUMBERS // 4
 
 
@@ -65,7 +67,9 @@ def router_logits(
             f"a router of {columns} columns; multiples of 4 up to {MOST_COLUMNS} can run"
         )
     steps = -(-columns // (4 * THREADS))
-    rows = max(1, min(-(-count // device.multiprocessors()), NUMBERS // (4 * steps)))
+    groups = -(-tokens // MOST_TOKENS)
+    rows = max(1, min(-(-count * groups // device.multiprocessors()), NUMBERS // (4 * steps)))
+    own_tokens = -(-tokens // groups)
     results = {
         "normed_gmem": jax.ShapeDtypeStruct((tokens, columns), jnp.float32),
         "logits_gmem": jax.ShapeDtypeStruct((tokens, count), jnp.float32),
@@ -73,27 +77,29 @@ def router_logits(
     if row is not None:
         results["product_gmem"] = jax.ShapeDtypeStruct((tokens,), jnp.float32)
     return launch(
-        functools.partial(_body, rows=rows, eps=eps),
+        functools.partial(_body, rows=rows, own_tokens=own_tokens, eps=eps),
         {
             "x_gmem": x, "norms_gmem": norms, "w_gmem": w, "bias_gmem": bias, "row_gmem": row,
             "indices_gmem": indices,
         },
         results,
         name="router_logits",
-        blocks=-(-count // rows) + (row is not None),
+        blocks=groups * (-(-count // rows) + (row is not None)),
         threads=THREADS,
-        scratch={"sums_smem": plgpu.SMEM((tokens * (rows + 1) * WARPS,), jnp.float32)},
+        scratch={"sums_smem": plgpu.SMEM((own_tokens * (rows + 1) * WARPS,), jnp.float32)},
     )  # fmt: skip
 
 
 def _body(
     x_gmem, norms_gmem, w_gmem, bias_gmem, row_gmem, indices_gmem, normed_gmem, logits_gmem,
-    product_gmem=None, *, sums_smem, rows: int, eps: float,
+    product_gmem=None, *, sums_smem, rows: int, own_tokens: int, eps: float,
 ):  # fmt: skip
     count = w_gmem.type.shape[1]
-    block, blocks = integer(lanes.block()), -(-count // rows)
+    blocks = -(-count // rows)
+    group = integer(lanes.block()) // (blocks + (row_gmem is not None))
+    block = integer(lanes.block()) - group * (blocks + (row_gmem is not None))
     w_layer, layer = (memory.load(index, 0) for index in indices_gmem)
-    columns = _Columns(x_gmem, norms_gmem, layer, sums_smem, eps)
+    columns = _Columns(x_gmem, norms_gmem, layer, sums_smem, group * own_tokens, own_tokens, eps)
 
     def products_with_rows():
         first = block * rows
@@ -123,11 +129,14 @@ def _body(
 
 
 class _Columns:
-    """The columns that a thread has: of each 4 * THREADS its 4."""
+    """The columns that a thread has, of each 4 * THREADS its 4, of `own_tokens` tokens or those that are left
+    from the first on."""
 
-    def __init__(self, x_gmem, norms_gmem, layer, sums_smem, eps: float):
+    def __init__(self, x_gmem, norms_gmem, layer, sums_smem, first_token, own_tokens: int, eps: float):
         self.x_gmem, self.sums_smem, self.eps = x_gmem, sums_smem, eps
-        self.tokens, self.columns = x_gmem.type.shape
+        tokens, self.columns = x_gmem.type.shape
+        self.first_token = first_token
+        self.tokens = minimum(tokens - first_token, own_tokens)
         self.thread = integer(lanes.thread(reuse=True))
         self.starts = [(self.thread + first) * 4 for first in range(0, -(-self.columns // 4), THREADS)]
         self.gamma = self.load(norms_gmem, layer)
@@ -138,8 +147,8 @@ class _Columns:
         return [v for place in places for v in memory.load_reals(4, ref, [*indices, place])]
 
     def token(self, token) -> list:
-        """This thread's numbers of x, zeros behind the end."""
-        x = self.load(self.x_gmem, token)
+        """This thread's numbers of x of one of the block's tokens, zeros behind the end."""
+        x = self.load(self.x_gmem, self.first_token + token)
         if self.columns % (4 * THREADS) == 0:
             return x
         return [*x[:-4], *(select(self.starts[-1] < self.columns, v, 0.0) for v in x[-4:])]
@@ -177,13 +186,13 @@ class _Columns:
 
         def one(at, carry):
             token, row = integer(at) // rows, integer(at) % rows
-            store(token, row, self.sum(token, row + 1, rows) * self.scale(token, rows))
+            store(self.first_token + token, row, self.sum(token, row + 1, rows) * self.scale(token, rows))
             return carry
 
         lanes.loop(self.thread, self.tokens * rows, THREADS, [], one)
 
     def store_normed(self, normed_gmem, rows: int, first, step: int):
-        """Each `step`th token from the first on."""
+        """Each `step`th of the block's tokens from the first on."""
 
         def one(token, carry):
             token = integer(token)
@@ -192,7 +201,7 @@ class _Columns:
                 part = slice(4 * i, 4 * i + 4)
                 y = [gamma * (v * scale) for v, gamma in zip(x[part], self.gamma[part], strict=True)]
                 with lanes.when(start < self.columns):
-                    memory.store_reals(y, normed_gmem, [token, start])
+                    memory.store_reals(y, normed_gmem, [self.first_token + token, start])
             return carry
 
         lanes.loop(first, self.tokens, step, [], one)

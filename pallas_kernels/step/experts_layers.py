@@ -159,11 +159,11 @@ class _Layer(Layer):
     row_blocks, own_logits  blocks of a row, and logits that each of them makes at most
     """
 
-    KEPT = (DOWN,)  # x behind o is made by other blocks than x behind down
-
     def __init__(self, experts: Experts, launch, layer):
         super().__init__(launch, layer)
         self.experts, self.router, self.rows = experts, launch.more["router"], launch.attention.rows
+        if self.rows > 1:
+            self.x_products = (DOWN,)  # x behind o is made by other blocks than x behind down
         self.dots_smem, self.chosen_smem = launch.more["dots_smem"], launch.more["chosen_smem"]
         self.row_blocks = blocks_of_row(self.rows)
         self.own_logits = -(-experts.count // self.row_blocks)
@@ -233,8 +233,8 @@ class _Layer(Layer):
         return self.row if number in (GATE_UP, DOWN) else row
 
     def residual(self, number: int) -> Callable | None:
-        """o and down add to x as other blocks have sent it, with 22 bits of mantissa."""
-        if number not in (OUT, DOWN):
+        """With several rows o and down add to x as other blocks have sent it, with 22 bits of mantissa."""
+        if self.rows == 1 or number not in (OUT, DOWN):
             return super().residual(number)
         exchange = self.exchange(MIDDLE)
         if number == OUT:

@@ -261,14 +261,13 @@ class Layers:
 class Layer:
     """A layer of it. Types of layers override what differs.
 
-    KEPT  products that leave x in float32 where the launch returns it
+    x_products  products that leave x in float32 where the launch returns it, and add to what they find there
     """
-
-    KEPT: tuple[int, ...] = (OUT, DOWN)
 
     def __init__(self, launch: Layers, layer, rounded: tuple[bool, bool, bool] = (False, False, False)):
         self.launch, self.layer, self.tag = launch, integer(layer), tag(integer(layer))
         self.planned, self.widths = launch.planned, launch.widths
+        self.x_products: tuple[int, ...] = (OUT, DOWN)
         self.rounded = dict(zip((MIDDLE, HIDDEN, OUTPUT), rounded, strict=True))
 
     def begun(self) -> list:
@@ -331,7 +330,7 @@ class Layer:
 
         def store(y, row, n, rounding):
             row = self.row_of(number, row)
-            if number in self.KEPT:
+            if number in self.x_products:
                 memory.store(y, self.launch.x, row, n)
             n = n + begin if number == GATE_UP else n
             if rounds:
@@ -354,7 +353,7 @@ class Layer:
     def residual(self, number: int) -> Callable | None:
         """(row, n) -> what is added to number n of a row of a product; None: nothing."""
         x, bias = self.launch.x, self.launch.bias
-        if number in self.KEPT:  # of this block's own threads, past a cache that is not kept up to date
+        if number in self.x_products:  # of this block's own threads, past a cache that is not kept up to date
             return lambda row, n: memory.load_written_by_others(x, row * self.widths[OUTPUT] + n)
         if number == NEXT_QKV and bias is not None:
             return lambda row, n: memory.load(bias, self.layer + 1, n)

@@ -68,9 +68,12 @@ def plan(
     most_slots = DEPTH_OF_1_BIT if families == {"bit"} else DEPTH
     best = None
     for warps in (16, 12, 8):
+        plans = [
+            int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts) for parts in placed
+        ]
         sizes = [
-            int_decode_plan.scratch_bytes(parts, len(phase.parts[0]), phase.steps, padded, warps, bits)
-            for phase, parts in zip(phases, placed, strict=True)
+            int_decode_plan.scratch_bytes(plan, len(phase.parts[0]), phase.steps, padded, bits)
+            for phase, plan in zip(phases, plans, strict=True)
         ]
         taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]
         if post_norms:
@@ -86,17 +89,14 @@ def plan(
             tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-phase.steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):
-            best = idle, warps, depth
+            best = idle, plans, depth
     if best is None:
         return None
-    _, warps, depth = best
+    _, plans, depth = best
     products = tuple(
-        IntegerProduct(
-            int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
-            len(phase.parts[0]), eps, bits, activation,
-        )
-        for phase, parts in zip(phases, placed, strict=True)
-    )  # fmt: skip
+        IntegerProduct(plan, rows, phase.columns, len(phase.parts[0]), eps, bits, activation)
+        for phase, plan in zip(phases, plans, strict=True)
+    )
     return Planned(products, depth, slot_bytes)
 
 

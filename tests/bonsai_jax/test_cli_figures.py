@@ -56,7 +56,7 @@ def test_inspect_names_the_kernels_of_experts_and_why_a_step_of_more_rows_is_not
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     done = run("inspect", "synth:tiny-qwen3moe:q4_k", "--weights", "packed")
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if " on sm_90 " in line}
-    assert lines["gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
+    assert lines["gate"].endswith("1 row, 8 rows: int_experts; 64 rows: grouped_decode; prefill: grouped")
     assert lines["embed"].endswith("look-up of rows")
     assert lines["decode"].endswith("to 8 rows: one_launch; more: launches")
     refused = "decode step not by one_launch: with experts it is for 8 rows at most; 64 were asked for"

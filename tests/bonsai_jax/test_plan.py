@@ -140,10 +140,11 @@ def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypa
     checkpoint = open_checkpoint("synth:tiny-qwen3moe:q4_k")
     alike = planned(checkpoint, monkeypatch)
     apart = planned(with_format(checkpoint, "blk.1.ffn_up_exps.weight", "q6_k"), monkeypatch)
-    for plan, many in ((alike, "grouped"), (apart, "int_experts")):
+    for plan, more, many in ((alike, "grouped_decode", "grouped"), (apart, "int_experts", "int_experts")):
         matrices = [matrix for matrix, _ in plan.each() if matrix.experts]
         assert {plan.kernel(matrix, 16) for matrix in matrices} == {"int_experts"}
-        assert {plan.kernel(matrix, 17) for matrix in matrices} == {many}
+        assert {plan.kernel(matrix, rows) for matrix in matrices for rows in (17, 64)} == {more}
+        assert {plan.kernel(matrix, 65) for matrix in matrices} == {many}
     verdicts = selection.explain(plan.experts_problem(matrices[0]), 512)
     assert verdicts[0].reason == "gate and up have different formats, or other kernels than down"
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import experts_ffn, formats
+from pallas_kernels.matmul.int_mma.decode_plan import SMALL_BLOCK_COLUMNS
 from pallas_kernels.problems import Matmul
 from pallas_kernels.selection import products
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_gpu
@@ -35,12 +36,13 @@ EVERY_DAY = [("tq2_0", "maple"), ("q6_k", "deepseek-v2-lite"), ("mxfp4", "gpt-os
     ],
 )
 def test_experts_compile_in_every_format_and_width(format, mixture):
-    """A decode step's tokens by int_experts, a prefill's by tiles of few tokens, of 96, and of up to 256."""
+    """A decode step's tokens by int_experts, a prefill's by tiles of few tokens, of 96, and of up to 256. The
+    20 and 64 of a large step are in tiles of a step or of a prefill."""
     hidden, ffn, count, used = MIXTURES[mixture]
     with as_on_a_gpu((9, 0)):
         matrix = Matmul("sm_90", format, ffn, hidden)
         stack = functools.partial(stack_of_experts, format, lead=(2, count), products=products(matrix))
-        for tokens in (1, 20, 64 * count // used, 160 * count // used):
+        for tokens in (1, 20, 64, 64 * count // used, 160 * count // used):
             chosen = functools.partial(jax.ShapeDtypeStruct, (tokens, used))
             biases = [jnp.zeros((count, n)) for n in (ffn, ffn, hidden)] if mixture == "gpt-oss" else None
             compiled = compile_for_gpu(
@@ -49,5 +51,6 @@ def test_experts_compile_in_every_format_and_width(format, mixture):
                 *(stack(ffn, hidden), stack(ffn, hidden), stack(hidden, ffn)),
                 *(chosen(jnp.int32), chosen(jnp.float32)),
             )
-            kernel = "int_prefill_sm90" if tokens > 16 else "int_experts"
+            in_small_tiles = tokens <= 16 or (tokens <= 64 and max(hidden, ffn) <= SMALL_BLOCK_COLUMNS)
+            kernel = "int_experts" if in_small_tiles else "int_prefill_sm90"
             assert compiled.as_text().count(f"/{kernel}/") >= 2

@@ -20,7 +20,7 @@ from pallas_kernels import (
     formats,
 )
 from pallas_kernels.activations import swiglu_oai
-from pallas_kernels.experts import api, grouped, places
+from pallas_kernels.experts import api, grouped, grouped_decode, places
 from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
@@ -52,13 +52,13 @@ ROUTINGS = ["even", "one has all", "some have none", "padding"]
 
 @pytest.mark.parametrize("how", ROUTINGS)
 @pytest.mark.parametrize(("tokens", "used", "experts", "most", "step"), [
-    (512, 8, 128, 48, 16), (7, 3, 6, 16, 16), (173, 2, 6, 32, 32), (700, 2, 40, 64, 1),
+    (512, 8, 128, 48, 16), (7, 3, 6, 16, 16), (173, 2, 6, 32, 32), (700, 2, 40, 64, 1), (32, 8, 128, 4, 4),
 ])  # fmt: skip
 def test_pairs_have_places_by_expert_and_tiles_that_cover_them(how, tokens, used, experts, most, step):
     chosen = routed(how, tokens, used, experts).reshape(-1)
     with lockstep():
-        found = places.expert_places(chosen, experts=experts, tokens=most, step=step)
-    got, tiles, count = map(np.asarray, found)
+        found = places.expert_places(chosen, experts=experts, tokens=most, step=step, used=used)
+    got, tiles, count, rows = map(np.asarray, found)
     want, listed, first = np.full(chosen.size, -1), [], 0
     for expert in range(experts):
         own = np.flatnonzero(chosen == expert)
@@ -68,6 +68,10 @@ def test_pairs_have_places_by_expert_and_tiles_that_cover_them(how, tokens, used
     np.testing.assert_array_equal(got, want)
     assert count == len(listed) <= len(tiles) and first <= places.rows_of(chosen.size, experts, step)
     np.testing.assert_array_equal(tiles[: len(listed)], listed)
+    assert (tiles[len(listed) :, 0] == -1).all()
+    tokens_of_rows = np.zeros(first, np.int32)
+    tokens_of_rows[want[want >= 0]] = np.flatnonzero(want >= 0) // used
+    np.testing.assert_array_equal(rows[:first], tokens_of_rows)
 
 
 def test_more_experts_than_threads_are_refused():
@@ -107,13 +111,15 @@ def gemm_as_defined(a, scale, fields, layer, n, residual, listed, *, format, act
 
 
 def taken(w: QTensor) -> QTensor:
-    return w.replace(products=Products(((8, "int_decode"), (None, "int_prefill_sm90"))))
+    kernels = ((8, "int_decode"), (None, "int_prefill_sm90"))
+    return w.replace(products=Products(kernels, activation_bits=16))
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("how", ROUTINGS)
-def test_the_feed_forward_is_float64_s(how, biased):
-    """Of the second of two layers, down in another format than in the first."""
+@pytest.mark.parametrize("by", [grouped, grouped_decode])
+def test_the_feed_forward_is_float64_s(how, biased, by):
+    """Of the second of two layers, down in another format than in the first. With 16 bits."""
     activation = swiglu_oai() if biased else GELU_TANH if how == "even" else SILU
     tokens, k, ffn = 50, 256, 512
     rng = np.random.default_rng(0)
@@ -130,7 +136,7 @@ def test_the_feed_forward_is_float64_s(how, biased):
     gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
     rest = chosen.reshape(5, 10, 2), weights, 1, activation, jax.tree.map(jnp.asarray, biases)
     with mock.patch.object(grouped, "int_prefill_sm90", gemm_as_defined), gpu, lockstep():
-        got = grouped.feed_forward(x, tuple(stacks), *rest)
+        got = by.feed_forward(x, tuple(stacks), *rest)
 
     def plus(y, number):
         """With the bias of each pair's expert."""
@@ -149,24 +155,34 @@ def test_the_feed_forward_is_float64_s(how, biased):
 
 def test_many_rows_on_hopper_and_only_those_go_sorted():
     """Others by the two halves."""
-    w = [drawn("q4_k", (EXPERTS, 256, 256), seed).tiled for seed in range(3)]
-    x, chosen = jnp.ones((20, 256)), jnp.zeros((20, 2), jnp.int32)
 
-    def sorted_(rows, platform, matrices) -> bool:
+    def w(columns):
+        return [drawn("q4_k", (EXPERTS, 256, columns), seed).tiled for seed in range(3)]
+
+    def by(rows, platform, matrices) -> str:
+        called = []
+
+        def of(module):
+            take = lambda x, *_: called.append(module) or x[:, :256]  # noqa: E731
+            return mock.patch.object(module, "feed_forward", side_effect=take)
+
+        columns = matrices[0].shape[1]
+        x, chosen = jnp.ones((rows, columns)), jnp.zeros((rows, 2), jnp.int32)
         gpu = mock.patch.object(device, "default", lambda: device.GPUS[platform])
-        by_kernels = mock.patch.object(grouped, "feed_forward", side_effect=lambda x, *_: x)
-        by_halves = mock.patch.object(
-            api, "by_expert", lambda x, w, chosen, *_: jnp.zeros((*chosen.shape, 256))
+        halves = mock.patch.object(
+            api, "by_expert", lambda x, w, chosen, *_: jnp.zeros((*chosen.shape, w[0].shape[1]))
         )
-        with gpu, by_kernels as called, by_halves:
-            jax.eval_shape(lambda: experts_ffn(x[:rows], *matrices, chosen[:rows], jnp.ones((rows, 2))))
-            return called.called
+        with gpu, of(grouped), of(grouped_decode), halves:
+            jax.eval_shape(lambda: experts_ffn(x, *matrices, chosen, jnp.ones((rows, 2))))
+        return called[0].__name__.rpartition(".")[2] if called else "halves"
 
-    tiled = [taken(of) for of in w]
+    matrices = w(256)
+    tiled, wide = ([taken(of) for of in some] for some in (matrices, w(2304)))
     mixed = [tiled[0], taken(drawn("q6_k", (EXPERTS, 256, 256)).tiled), tiled[2]]
-    assert sorted_(20, "sm_90", tiled)
-    assert not sorted_(16, "sm_90", tiled) and not sorted_(20, "sm_80", tiled)
-    assert not sorted_(20, "sm_90", w) and not sorted_(20, "sm_90", mixed)
+    assert by(17, "sm_90", tiled) == by(64, "sm_90", tiled) == "grouped_decode"
+    assert by(65, "sm_90", tiled) == by(17, "sm_90", wide) == "grouped"
+    assert by(16, "sm_90", tiled) == by(20, "sm_80", tiled) == "halves"
+    assert by(20, "sm_90", matrices) == by(20, "sm_90", mixed) == "halves"
 
 
 @pytest.mark.parametrize("format", formats.names("int"))

@@ -1,4 +1,4 @@
-"""The 1-bit kernels in numpy (lockstep) against float64: bit_decode_b1 for 1 to 3 rows, bit_decode_s8 for
+"""The 1-bit kernels in numpy (lockstep) against float64: bit_decode_b1 for 1 and 2 rows, bit_decode_s8 for
 more; bit_decode_ring."""
 
 import dataclasses

@@ -19,6 +19,8 @@ CASES = [  # tokens, hidden, experts, format, multiprocessors, whether there are
     (3, 1028, 5, "bf16", 132, (True, False)),  # columns that are no multiple of the threads'; a row a block
     (16, 64, 33, "f16", 4, (True, True)),
     (2, 36, 2, "f32", 132, (False, False)),
+    (19, 256, 11, "f32", 9, (True, True)),  # three groups of tokens, the last of which has five
+    (64, 36, 7, "bf16", 5, (False, False)),
 ]
 
 
@@ -51,8 +53,8 @@ def test_logits_are_float64_s(case):
 
 def test_it_is_for_few_tokens_and_float_routers():
     problem = RouterLogits("sm_90", "f32", 256, 2048, "int_decode")
-    assert choose(problem, 16) == choose(dataclasses.replace(problem, format="bf16"), 1) == "router_logits"
-    assert choose(problem, 17) == "reference"
+    assert choose(problem, 64) == choose(dataclasses.replace(problem, format="bf16"), 1) == "router_logits"
+    assert choose(problem, 65) == "reference"
     for other in ({"kernel": "reference"}, {"format": "q8_0"}, {"mixed": True}, {"hidden": 2050}):
         assert choose(dataclasses.replace(problem, **other)) == "reference"
 

@@ -110,7 +110,7 @@ def test_the_table_of_kernels(monkeypatch):
     """Rows of activations, formats and GPUs: selection's page, as code."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     rows = (1, 3, 4, 8, 9, 16, 17, 64, 512)
-    one_bit = ["bit_decode_b1"] * 2 + ["bit_decode_s8"] * 2
+    one_bit = ["bit_decode_b1"] + ["bit_decode_s8"] * 3
     for format, platform, want in (
         ("q1_0", "sm_90", one_bit + ["bit_prefill_sm90"] * 5),
         ("q1_0", "sm_80", one_bit + ["cublas"] * 5),

@@ -24,9 +24,7 @@ from pallas_kernels.tiles import TILE_ROWS
 def scratch(products: Sequence[int_decode_plan.IntegerProduct]) -> dict[str, Any]:
     """Shared memory of a block besides its ring, for products in turn (plan.scratch_bytes)."""
     sizes = [
-        int_decode_plan.scratch_bytes(
-            p.plan.parts, p.matrices, p.steps, p.padded, p.plan.warps, p.bits, p.tiles_of_item
-        )
+        int_decode_plan.scratch_bytes(p.plan, p.matrices, p.steps, p.padded, p.bits, p.tiles_of_item)
         for p in products
     ]
     q, *rest = (max(each) // 4 for each in zip(*sizes, strict=True))

@@ -13,7 +13,11 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
+AT_ONCE = 16  # rows of tiles between two barriers
 SMALLEST_AT_ONCE = 4  # blocks of 4 warps that share a multiprocessor, if each gets 4 tiles or more
+SMALL_BLOCK_COLUMNS = (
+    8 * TILE_COLUMNS
+)  # the most with which such blocks are faster in launches of several products
 PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
@@ -91,21 +95,21 @@ def _tile_shape(shape: tuple[int, ...], steps: int) -> tuple[int, ...]:
     return shape[3:] if each == 1 else (each, *shape[3:], 1)
 
 
-def together(placed: tuple[Part, ...], padded: int) -> int:
-    """Tiles between two barriers, of so many rows."""
-    return max(1, min(max(part.tiles for part in placed), 16 // padded))
+def together(placed: tuple[Part, ...], padded: int, most: int = AT_ONCE) -> int:
+    """Tiles between two barriers, of so many rows each: of `most` rows in all, where one tile has fewer."""
+    return max(1, min(max(part.tiles for part in placed), most // padded))
 
 
 def scratch_bytes(
-    placed, matrices: int, steps: int, padded: int, warps: int, bits: int, tiles_of_item: int = 1
+    plan: Plan, matrices: int, steps: int, padded: int, bits: int, tiles_of_item: int = 1
 ) -> tuple[int, ...]:
     """Shared memory of a block besides its ring: q, stats, sums and squares (decode.py)."""
-    sums = -(-together(placed, padded) // tiles_of_item) * tiles_of_item * matrices
+    sums = -(-plan.together // tiles_of_item) * tiles_of_item * matrices
     return (
         bits // 8 * padded * row_bytes(steps),
-        max(stats_bytes(part.format, steps, padded, bits) for part in placed),
-        sums * 16 * padded * warps * 4,
-        padded * warps * 4,
+        max(stats_bytes(part.format, steps, padded, bits) for part in plan.parts),
+        sums * 16 * padded * plan.warps * 4,
+        padded * plan.warps * 4,
     )
 
 
@@ -126,15 +130,17 @@ def plan(
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     n_tiles, most = sum(fields["words"].shape[1] for fields, *_ in parts), blocks or device.multiprocessors()
-    sizes_of_blocks = [(w, 1) for w in BLOCK_WARPS]
-    if n_tiles >= SMALLEST_AT_ONCE**2 * most and (not blocks or steps <= 8):
-        sizes_of_blocks.insert(0 if blocks else len(BLOCK_WARPS), (BLOCK_WARPS[-1], SMALLEST_AT_ONCE))
+    sizes_of_blocks = [(w, 1, AT_ONCE) for w in BLOCK_WARPS]
+    if n_tiles >= SMALLEST_AT_ONCE**2 * most and (not blocks or steps * TILE_COLUMNS <= SMALL_BLOCK_COLUMNS):
+        small = [(BLOCK_WARPS[-1], SMALLEST_AT_ONCE, at_once) for at_once in (AT_ONCE, AT_ONCE // 2)]
+        sizes_of_blocks = [*small, *sizes_of_blocks] if blocks else [*sizes_of_blocks, small[0]]
     best = None
-    for w, at_once in sizes_of_blocks:
+    for w, at_once, most_sums in sizes_of_blocks:
         placed = share_out(parts, formats_of, most * at_once)
         sizes = [part.item_bytes(matrices) for part in placed]
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
-        taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
+        draft = Plan(w, together(placed, padded, most_sums), placed)
+        taken = *scratch_bytes(draft, matrices, steps, padded, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
         room = shared_memory.bytes_of_block(device.shared_bytes(), at_once)
         left = room - shared_memory.bytes_taken(*taken)
@@ -150,7 +156,7 @@ def plan(
                 part._replace(depth=max(2, min(slots, most)))
                 for part, slots, most in zip(placed, depths, items, strict=True)
             )
-            best = cost, Plan(w, together(placed, padded), planned_parts)
+            best = cost, draft._replace(parts=planned_parts)
     return best and best[1]
 
 
