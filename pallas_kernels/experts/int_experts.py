@@ -205,6 +205,7 @@ def _body(
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
     if choice is None or logits_gmem is None:
+        assert experts_gmem is not None
         expert = memory.load(experts_gmem, tile, *[0] * (len(experts_gmem.type.shape) - 1))
     else:
         stores = Stores(number - rows_gmem.type.shape[0] * part.blocks, weights_gmem, chosen_gmem)
