@@ -158,6 +158,22 @@ def test_a_gemm_alone_is_the_op_but_for_the_rounding_of_its_activations(op, monk
     assert benchmark.matvec.difference(worse, product.definition()["gemm"]) > 5e-3  # the check can fail
 
 
+def test_steps_of_fewer_layers_are_timed(monkeypatch):
+    benchmark = module("steps")
+    monkeypatch.setattr(benchmark.synth, "MODELS", dict(benchmark.synth.MODELS))  # which --layers changes
+    arguments = ["-m", "synth:tiny-llama:q8_0", "-b", "3,1", "-n", "2", "-r", "3", "-d", "4", "--layers", "1"]
+    rows = [json.loads(line) for line in main("steps", *arguments).splitlines()]
+    assert [(row["rows"], row["layers"], row["depth"]) for row in rows] == [(3, 1, 4), (1, 1, 4)]
+    assert all(row["us_max"] >= row["us"] >= row["us_min"] > 0 and row["kernels"] is None for row in rows)
+    with pytest.raises(
+        SystemExit, match=r"--layers: model.gguf is a file; only synth: models can have fewer"
+    ):
+        benchmark.with_layers("model.gguf", 1)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # which --kernels changes
+    with pytest.raises(AssertionError, match="--kernels: this is a CPU; kernels are timed on a GPU"):
+        main("steps", *arguments, "--kernels")
+
+
 def test_draws_are_timed_beside_the_definition(monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     benchmark = module("sampling")

@@ -1,0 +1,115 @@
+"""Decode steps at several batch sizes, and what each kernel takes of them.
+
+    python benchmarks/steps.py -m synth:qwen3-30b-a3b:q4_k_m -b 17,32,64 --layers 12 --kernels > rows.jsonl
+
+It times what `bonsai-jax bench -n 0 -p 0 -b 17,32,64` times. With --layers a synth: model has so many layers,
+which compile in a fraction of the time; the output matrix and what else is around the layers stay. --kernels
+adds what each kernel takes of a step. XLA then launches kernels one by one, without CUDA graphs, so that the
+step itself is slower. A row has the commit, the device and:
+
+    us, us_min, us_max  of a step, the median and the extremes of the repetitions
+    kernels             name -> [microseconds of a step, launches in a step], the slowest first; null without
+                        --kernels
+"""
+
+import argparse
+import collections
+import dataclasses
+import gc
+import os
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+import bonsai_jax as bj
+from bonsai_jax.measure import bench
+from checkpoints import synth
+
+ONE_BY_ONE = "--xla_gpu_enable_command_buffer="  # no CUDA graphs
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(bench.Origin):
+    """Steps at one batch size; see the top of this file."""
+
+    model: str
+    layers: int
+    rows: int
+    depth: int
+    us: float
+    us_min: float
+    us_max: float
+    kernels: dict[str, tuple[float, float]] | None
+
+
+def with_layers(source: str, layers: int | None) -> str:
+    """The same source, of which the model has so many layers. Raises SystemExit where it cannot have."""
+    if layers is None:
+        return source
+    prefix, _, rest = source.partition(":")
+    name = rest.partition(":")[0]
+    if prefix != "synth" or name not in synth.MODELS:
+        raise SystemExit(f"--layers: {source} is a file; only synth: models can have fewer layers")
+    synth.MODELS[name] = dataclasses.replace(synth.MODELS[name], layers=layers)
+    return source
+
+
+def kernel_times(test: bench.Test) -> dict[str, tuple[float, float]]:
+    """Of one repetition: kernel -> (microseconds of a step, launches in a step), the slowest first."""
+    spent, launches = collections.Counter(), collections.Counter()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            test.run()
+        for path in Path(folder).rglob("*.xplane.pb"):
+            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+                if "GPU" not in plane.name:
+                    continue
+                for line in plane.lines:
+                    if line.name.startswith("Stream"):
+                        for event in line.events:
+                            spent[event.name] += event.duration_ns
+                            launches[event.name] += 1
+    of_step = lambda name: (spent[name] / 1e3 / test.tokens, launches[name] / test.tokens)  # noqa: E731
+    return {name: of_step(name) for name, _ in spent.most_common()}
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Row]:
+    batch_sizes = [int(rows) for rows in arguments.batch_sizes.split(",")]
+    source = with_layers(arguments.model, arguments.layers)
+    run = bj.RunConfig(batch_size=max(batch_sizes), context=arguments.depth + arguments.tokens)
+    model = bj.load(source, run)
+    for rows in batch_sizes:
+        test = bench.Test(model, "tg", arguments.tokens, arguments.depth, rows)
+        times = [rows * 1e6 / test.run() for _ in range(arguments.repetitions)]
+        yield Row(
+            **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth,
+            us=statistics.median(times), us_min=min(times), us_max=max(times),
+            kernels=kernel_times(test) if arguments.kernels else None,
+        )  # fmt: skip
+        del test
+        gc.collect()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-m", "--model", required=True, help="as bonsai-jax bench -m")
+    parser.add_argument("-b", "--batch-sizes", default="1,8,32", help="rows of a step, as 1,8,32")
+    parser.add_argument("-d", "--depth", type=int, default=0, help="tokens before the first step")
+    parser.add_argument("-n", "--tokens", type=int, default=64, help="steps of a repetition")
+    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument("--layers", type=int, help="of a synth: model; without: all")
+    parser.add_argument("--kernels", action="store_true", help="add what each kernel takes")
+    arguments = parser.parse_args()
+    if arguments.kernels:
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_BY_ONE}"
+        if jax.default_backend() == "cpu":
+            raise SystemExit("--kernels: this is a CPU; kernels are timed on a GPU")
+    for row in measure(arguments):
+        print(bench.json_line(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
