@@ -16,7 +16,7 @@ from checkpoints.synth import MODELS
 from pallas_kernels import attend, device, formats, matmul, quantize, refusals, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
 from pallas_kernels.selection import choose, explain, for_device, products
-from pallas_kernels.step import int_layers_plan
+from pallas_kernels.step import experts_plan, int_layers_plan
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
@@ -389,6 +389,19 @@ def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reas
     assert choose(without) == "layer_products"
     with pytest.raises(NotImplementedError, match="is for layers without experts"):
         choose(MOE_STEP, impl="layer_products")
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78])
+def test_one_row_s_o_and_down_have_the_same_outputs_in_the_same_blocks(multiprocessors, monkeypatch):
+    """So that x stays where it is: experts_layers sends it to other blocks with several rows alone."""
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=multiprocessors)
+    monkeypatch.setattr(device, "default", lambda: gpu)
+    heads, experts = (32, 4, 128), experts_plan.Experts(128, 8, True)
+    phases = int_layers_plan.phases_of(2048, 768, heads, MOE_STEP.layers)
+    scratch = int_layers_plan.attention_of(1, *heads).scratch
+    products = experts_plan.plan(phases, 1, experts, scratch, 8, 0.0).products
+    each = [p.plan.parts for number in (int_layers_plan.OUT, int_layers_plan.DOWN) for p in products[number]]
+    assert len({tuple((part.first_block, part.tiles, part.blocks) for part in parts) for parts in each}) == 1
 
 
 def test_products_of_layers_with_norms_after_their_halves_fit_one_launch(monkeypatch):

@@ -170,20 +170,23 @@ def test_a_plan_gives_every_tile_to_one_block(parts, rows):
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "matrices", "products", "warps"),
-    [  # of 8 tokens of 30B-A3B, of one, and of 8 of gpt-oss
-        (768, 2048, 2, 64, 4), (2048, 768, 1, 64, 4), (768, 2048, 2, 8, 8), (2880, 2880, 1, 32, 12),
+    ("n", "k", "matrices", "products", "rows", "warps"),
+    [  # of 8 tokens of 30B-A3B, of 32, of one, and of 8 of gpt-oss
+        (768, 2048, 2, 64, 1, 4), (2048, 768, 1, 64, 1, 4), (768, 2048, 2, 132, 4, 4),
+        (768, 2048, 2, 8, 1, 8), (2880, 2880, 1, 32, 1, 12),
     ],
 )  # fmt: skip
-def test_several_products_of_few_columns_have_small_blocks(n, k, matrices, products, warps, monkeypatch):
+def test_several_products_of_few_columns_have_small_blocks(
+    n, k, matrices, products, rows, warps, monkeypatch
+):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     each = device.multiprocessors() // products
-    planned = int_decode_plan.plan([(shapes("q4_k", n, k),) * matrices], 1, ("q4_k",), 8, blocks=each)
+    planned = int_decode_plan.plan([(shapes("q4_k", n, k),) * matrices], rows, ("q4_k",), 8, blocks=each)
     assert planned is not None and planned.warps == warps
     assert planned.parts[0].blocks <= each * (4 if warps == 4 else 1)
 
 
-@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("rows", [3, 4, 8])
 @pytest.mark.parametrize(
     ("n", "k", "matrices"),
     [(17408, 5120, 2), (5120, 17408, 1), (16384, 5120, 1), (5120, 6144, 1), (12288, 4096, 2)],

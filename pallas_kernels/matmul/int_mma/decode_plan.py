@@ -13,11 +13,9 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
-AT_ONCE = 16  # rows of tiles between two barriers
+ROWS_TOGETHER = 16  # of all tiles between two barriers
 SMALLEST_AT_ONCE = 4  # blocks of 4 warps that share a multiprocessor, if each gets 4 tiles or more
-SMALL_BLOCK_COLUMNS = (
-    8 * TILE_COLUMNS
-)  # the most with which such blocks are faster in launches of several products
+SMALL_BLOCK_COLUMNS = 8 * TILE_COLUMNS  # the most with which they are faster for one of several products
 PLANE_STATS = 64  # bytes of shared memory for 256 columns of a row that is planes
 
 
@@ -95,8 +93,8 @@ def _tile_shape(shape: tuple[int, ...], steps: int) -> tuple[int, ...]:
     return shape[3:] if each == 1 else (each, *shape[3:], 1)
 
 
-def together(placed: tuple[Part, ...], padded: int, most: int = AT_ONCE) -> int:
-    """Tiles between two barriers, of so many rows each: of `most` rows in all, where one tile has fewer."""
+def together(placed: tuple[Part, ...], padded: int, most: int = ROWS_TOGETHER) -> int:
+    """Tiles between two barriers, of so many rows each and at most so many in all; at least one."""
     return max(1, min(max(part.tiles for part in placed), most // padded))
 
 
@@ -124,22 +122,22 @@ def plan(
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest. A matrix of few
     columns and many outputs, as output matrices of small models are, has four blocks on a multiprocessor. So
-    has a launch of several products whose columns keep 8 warps busy at most. With 12 busy warps a large block
-    is faster (LOG.md).
+    has a launch of several products whose columns keep 8 warps busy at most, with fewer tiles between
+    barriers where there is no room for more. With 12 busy warps a large block is faster (LOG.md).
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     n_tiles, most = sum(fields["words"].shape[1] for fields, *_ in parts), blocks or device.multiprocessors()
-    sizes_of_blocks = [(w, 1, AT_ONCE) for w in BLOCK_WARPS]
+    sizes_of_blocks = [(w, 1, ROWS_TOGETHER) for w in BLOCK_WARPS]
     if n_tiles >= SMALLEST_AT_ONCE**2 * most and (not blocks or steps * TILE_COLUMNS <= SMALL_BLOCK_COLUMNS):
-        small = [(BLOCK_WARPS[-1], SMALLEST_AT_ONCE, at_once) for at_once in (AT_ONCE, AT_ONCE // 2)]
+        small = [(BLOCK_WARPS[-1], SMALLEST_AT_ONCE, r) for r in (ROWS_TOGETHER, ROWS_TOGETHER // 2)]
         sizes_of_blocks = [*small, *sizes_of_blocks] if blocks else [*sizes_of_blocks, small[0]]
     best = None
-    for w, at_once, most_sums in sizes_of_blocks:
+    for w, at_once, rows_together in sizes_of_blocks:
         placed = share_out(parts, formats_of, most * at_once)
         sizes = [part.item_bytes(matrices) for part in placed]
+        draft = Plan(w, together(placed, padded, rows_together), placed)
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
-        draft = Plan(w, together(placed, padded, most_sums), placed)
         taken = *scratch_bytes(draft, matrices, steps, padded, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
         room = shared_memory.bytes_of_block(device.shared_bytes(), at_once)
