@@ -24,13 +24,14 @@ CASES = [
     (12800, 256, 4, "plain", 8),  # 800 tiles: seven of a block, in more than one round
     (32, 4096, 4, "added", 16),
     (40, 384, 6, "added", 8),
+    (32, 2304, 3, "gated", 16),
     (48, 17408, 1, "added", 8),  # 16 warps
 ]
 
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
-    check(decode_b1 if rows < 4 else decode_s8, N, K, rows, kind, bits)
+    check(decode_b1 if rows < 3 else decode_s8, N, K, rows, kind, bits)
 
 
 @pytest.mark.parametrize(
