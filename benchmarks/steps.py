@@ -2,10 +2,10 @@
 
     python benchmarks/steps.py -m synth:qwen3-30b-a3b:q4_k_m -b 17,32,64 --layers 12 --kernels > rows.jsonl
 
-It times what `bonsai-jax bench -n 0 -p 0 -b 17,32,64` times. With --layers a synth: model has so many layers,
-which compile in a fraction of the time; the output matrix and what else is around the layers stay. --kernels
-adds what each kernel takes of a step. XLA then launches kernels one by one, without CUDA graphs, so that the
-step itself is slower. A row has the commit, the device and:
+It times what `bonsai-jax bench -n 0 -p 0 -b 17,32,64` times. --layers gives a synth: model fewer layers, so
+that its step compiles sooner; the output matrix and all else around the layers stay. --kernels adds the time of
+each kernel. XLA then launches kernels one by one, without CUDA graphs, so the step itself is slower. A row has
+the commit, the device and:
 
     us, us_min, us_max  of a step, the median and the extremes of the repetitions
     kernels             name -> [microseconds of a step, launches in a step], the slowest first; null without
@@ -46,7 +46,8 @@ class Row(bench.Origin):
 
 
 def with_layers(source: str, layers: int | None) -> str:
-    """The same source, of which the model has so many layers. Raises SystemExit where it cannot have."""
+    """The source of a synth: model, which has that many layers from now on; None: as it is. Raises SystemExit
+    for a file."""
     if layers is None:
         return source
     prefix, _, rest = source.partition(":")
@@ -72,8 +73,8 @@ def kernel_times(test: bench.Test) -> dict[str, tuple[float, float]]:
                         for event in line.events:
                             spent[event.name] += event.duration_ns
                             launches[event.name] += 1
-    of_step = lambda name: (spent[name] / 1e3 / test.tokens, launches[name] / test.tokens)  # noqa: E731
-    return {name: of_step(name) for name, _ in spent.most_common()}
+    steps = test.tokens
+    return {name: (spent[name] / 1e3 / steps, launches[name] / steps) for name, _ in spent.most_common()}
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:

@@ -32,7 +32,7 @@ def feed_forward(
     activation: Activation = SILU,
     biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
-    """grouped.feed_forward, with activations rounded as int_decode rounds them."""
+    """As grouped.feed_forward, but activations are rounded as int_decode rounds them."""
     *gate_up, down = stacks
     pairs, used = chosen.reshape(-1), chosen.shape[-1]
     experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]

@@ -94,7 +94,7 @@ def _tile_shape(shape: tuple[int, ...], steps: int) -> tuple[int, ...]:
 
 
 def together(placed: tuple[Part, ...], padded: int, most: int = ROWS_TOGETHER) -> int:
-    """Tiles between two barriers, of so many rows each and at most so many in all; at least one."""
+    """Tiles between two barriers: at least one. padded: rows of each; most: rows of all of them."""
     return max(1, min(max(part.tiles for part in placed), most // padded))
 
 
