@@ -3,9 +3,9 @@
     python benchmarks/steps.py -m synth:qwen3-30b-a3b:q4_k_m -b 17,32,64 --layers 12 --kernels > rows.jsonl
 
 It times what `bonsai-jax bench -n 0 -p 0 -b 17,32,64` times. --layers gives a synth: model fewer layers, so
-that its step compiles sooner; the output matrix and all else around the layers stay. --kernels adds the time of
-each kernel. XLA then launches kernels one by one, without CUDA graphs, so the step itself is slower. A row has
-the commit, the device and:
+that its step compiles sooner; the output matrix and all else around the layers stay. --kernels adds the time
+of each kernel. XLA then launches kernels one by one, without CUDA graphs, so the step itself is slower. A row
+has the commit, the device and:
 
     us, us_min, us_max  of a step, the median and the extremes of the repetitions
     kernels             name -> [microseconds of a step, launches in a step], the slowest first; null without
