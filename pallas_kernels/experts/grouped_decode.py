@@ -38,7 +38,9 @@ def feed_forward(
     experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]
     tile = SMALL if pairs.size <= MOST_OF_SMALL * experts else LARGE
     at, tiles, _, tokens = places.expert_places(pairs, experts=experts, tokens=tile, step=tile, used=used)
-    tokens, own = tokens.reshape(-1, tile), np.arange(tokens.size, dtype=np.int32).reshape(-1, tile)
+    count = min(len(tiles), tokens.size // tile)  # both are bounds
+    tokens = tokens.reshape(-1, tile)[:count]
+    own = np.arange(tokens.size, dtype=np.int32).reshape(-1, tile)
 
     def product(x, rows, matrices: tuple[QTensor, ...], index):
         if index is not None:
@@ -52,7 +54,7 @@ def feed_forward(
         if biases is None:
             return product(flat, tokens, matrices, index)
         each = (product(flat, tokens, (w,), index) for w in matrices)
-        expert = jnp.repeat(tiles[:, 0], tile)
+        expert = jnp.repeat(tiles[:count, 0], tile)
         biased = (y + b.at[expert].get(mode="clip") for y, b in zip(each, biases[:2], strict=True))
         return activation(*biased)
 

@@ -117,24 +117,27 @@ def taken(w: QTensor) -> QTensor:
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("how", ROUTINGS)
-@pytest.mark.parametrize("by", [grouped, grouped_decode])
-def test_the_feed_forward_is_float64_s(how, biased, by):
-    """Of the second of two layers, down in another format than in the first. With 16 bits."""
+@pytest.mark.parametrize(
+    ("by", "batch"), [(grouped, (5, 10)), (grouped_decode, (5, 10)), (grouped_decode, (3, 3))]
+)
+def test_the_feed_forward_is_float64_s(how, biased, by, batch):
+    """Of the second of two layers, down in another format than in the first. With 16 bits. Large steps have
+    tiles of 8 pairs with 50 tokens, and of 4 with 9."""
     activation = swiglu_oai() if biased else GELU_TANH if how == "even" else SILU
-    tokens, k, ffn = 50, 256, 512
+    tokens, k, ffn = batch[0] * batch[1], 256, 512
     rng = np.random.default_rng(0)
     gate, up = (drawn("q4_k", (2, EXPERTS, ffn, k), seed) for seed in (0, 1))
     downs = [drawn(format, (1, EXPERTS, k, ffn), 2) for format in ("q4_k", "q6_k")]
-    x = rng.standard_normal((5, 10, k)).astype(np.float32)
+    x = rng.standard_normal((*batch, k)).astype(np.float32)
     chosen = routed(how, tokens, 2)
-    weights = rng.random((5, 10, 2)).astype(np.float32)
+    weights = rng.random((*batch, 2)).astype(np.float32)
     biases = None
     if biased:
         biases = tuple(rng.standard_normal((EXPERTS, n)).astype(np.float32) for n in (ffn, ffn, k))
     stacks = [LayerStack((taken(w.tiled),), ((0, 0), (0, 1))) for w in (gate, up)]
     stacks.append(LayerStack(tuple(taken(w.tiled) for w in downs), ((0, 0), (1, 0))))
     gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
-    rest = chosen.reshape(5, 10, 2), weights, 1, activation, jax.tree.map(jnp.asarray, biases)
+    rest = chosen.reshape(*batch, 2), weights, 1, activation, jax.tree.map(jnp.asarray, biases)
     with mock.patch.object(grouped, "int_prefill_sm90", gemm_as_defined), gpu, lockstep():
         got = by.feed_forward(x, tuple(stacks), *rest)
 
@@ -147,7 +150,7 @@ def test_the_feed_forward_is_float64_s(how, biased, by):
     products = (expected(x.reshape(-1, k), [w.dense[1]], chosen) for w in (gate, up))
     hidden = DEFINITIONS[activation](*(plus(y, number) for number, y in enumerate(products)))
     each = plus(expected(hidden, [downs[1].dense[0]], chosen), 2)
-    want = np.einsum("bj,bjn->bn", weights.reshape(-1, 2), each).reshape(5, 10, k)
+    want = np.einsum("bj,bjn->bn", weights.reshape(-1, 2), each).reshape(*batch, k)
     assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
     if how == "padding":  # the last token has no expert
         assert not np.asarray(got)[-1, -1].any()
