@@ -39,14 +39,15 @@ def routed(how: str, rows: int) -> jax.Array:
 @pytest.mark.parametrize("how", ["even", "ragged"])
 @pytest.mark.parametrize("format", ["q4_k", "q6_k", "q8_0", "q1_0"])
 def test_experts_by_kernels_are_the_reference(format, how):
-    """A token, eight, and the prompts of a prefill; layers by number and traced."""
+    """A token, eight, the steps whose experts have tiles of four and of eight tokens, and the prompts of a
+    prefill; layers by number and traced."""
     blocks = [stack(format, FFN, HIDDEN, 0), stack(format, FFN, HIDDEN, 1), stack(format, HIDDEN, FFN, 2)]
     tiled = [for_device(w, matrices=2 if i < 2 else 1, bits=16) for i, w in enumerate(blocks)]
 
     def layer(x, gate, up, down, chosen, weights, index):
         return experts_ffn(x, gate, up, down, chosen, weights, index)
 
-    for rows in (1, 8, 100, 512) if how == "even" else (100, 600):
+    for rows in (1, 8, 17, 40, 64, 100, 512) if how == "even" else (17, 64, 100, 600):
         rng = np.random.default_rng(rows)
         x = jnp.asarray(rng.standard_normal((rows, HIDDEN)), jnp.float32)
         chosen = routed(how, rows)
@@ -58,9 +59,11 @@ def test_experts_by_kernels_are_the_reference(format, how):
             assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), (format, rows)
 
 
-def test_biases_are_added_in_every_number_of_rows():
-    """With gpt-oss's sizes, format and activation."""
-    count, width, activation = 32, 2880, swiglu_oai()
+@pytest.mark.parametrize("width", [2880, 1024])
+def test_biases_are_added_in_every_number_of_rows(width):
+    """With gpt-oss's number of experts, format and activation, and its width or a smaller one, for which
+    experts have tiles of four tokens (17 rows) and of eight (60)."""
+    count, activation = 32, swiglu_oai()
     draw = jax.jit(
         lambda key: formats.random_fields("mxfp4", key, (1, count, width, width // 32), 0.0, width**-0.5)
     )
@@ -72,7 +75,7 @@ def test_biases_are_added_in_every_number_of_rows():
     def layer(x, gate, up, down, chosen, weights):
         return experts_ffn(x, gate, up, down, chosen, weights, 0, activation=activation, biases=biases)
 
-    for rows in (1, 17, 300):
+    for rows in (1, 17, 60, 300):
         rng = np.random.default_rng(rows)
         x = jnp.asarray(rng.standard_normal((rows, width)), jnp.float32)
         chosen = rng.permuted(np.tile(np.arange(count), (rows, 1)), axis=1)[:, :4].astype(np.int32)
@@ -129,7 +132,7 @@ def test_the_choice_by_other_rules(case, biased):
     np.testing.assert_allclose(weights, want_weights, rtol=2e-5)
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 16])
+@pytest.mark.parametrize("tokens", [1, 3, 9, 16, 17, 40, 64])
 @pytest.mark.parametrize(("count", "hidden", "format"), [(256, 2048, "f32"), (65, 2880, "bf16")])
 def test_logits_of_a_router(count, hidden, format, tokens):
     rng = np.random.default_rng(tokens)
@@ -197,9 +200,10 @@ def test_the_one_launch_is_the_step_by_launches(format, rows):
     assert np.median(kl) < 1e-6 and kl.mean() < 1e-4
 
 
-@pytest.mark.parametrize("rows", [2, 3, 16])
+@pytest.mark.parametrize("rows", [2, 3, 16, 17, 40, 64])
 def test_rows_of_a_step_have_experts_of_their_own(rows):
-    """Each row's distributions are the reference's."""
+    """Each row's distributions are the reference's. From 17 rows on q, k, v, o and the output matrix multiply
+    activations of float16, which have 11 bits of mantissa: 1.7e-6 was measured."""
     ids = np.random.default_rng(rows).integers(0, 256, (rows, 6))
     scores = []
     for impl in ("auto", "reference"):
@@ -208,4 +212,4 @@ def test_rows_of_a_step_have_experts_of_their_own(rows):
     kernels, reference = scores
     kl = divergence(reference, kernels)
     print(f"{rows} rows: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
-    assert np.median(kl) < 1e-6 and kl.mean() < 1e-4
+    assert np.median(kl) < (1e-6 if rows <= 16 else 5e-6) and kl.mean() < 1e-4

@@ -22,7 +22,8 @@ from pallas_kernels.gpu.values import index
 from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 
-LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
+NUMBERS_OF_WARPS = 8, 12, 16, 20, 24
+LOADS_PER_LANE = 18  # 16-byte loads that a lane has in flight before anything else: 288 bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +34,13 @@ class RowByRow(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """With the fewest idle warps and, if there are enough tiles, a block on each multiprocessor. Their
-        number is rounded down to a multiple of 32, because most matrices have multiples of 32 tiles. 16 warps
-        quantize rows so wide that eight would have no room for two tiles' loads."""
-        each = lambda w: -(-pairs // w)  # noqa: E731
-        few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
-        warps = min(few, key=lambda w: (each(w) * w, -w)) if few else 16
-        blocks = device.multiprocessors()
-        # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
-        most = -(-n_tiles // blocks) if warps == 16 else n_tiles // (max(1, blocks // 32) * 32)
-        tiles = max(1, min(LOADS_PER_LANE // each(warps), most))
+        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight,
+        and with the fewest idle warps."""
+        most = -(-n_tiles // device.multiprocessors())
+        each = {warps: -(-pairs // warps) for warps in NUMBERS_OF_WARPS}
+        room = {warps: min(most, LOADS_PER_LANE // (rows * matrices * each[warps])) for warps in each}
+        warps = max(each, key=lambda w: (room[w], -each[w] * w, -w))
+        tiles = max(1, room[warps])
         product = PlaneProduct(
             rows=1, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
             round_tiles=tiles, matrices=matrices, bits=bits, **rest,
