@@ -34,8 +34,9 @@ class RowByRow(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight,
-        and with the fewest idle warps."""
+        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight
+        (several rows leave it fewer registers), and with the fewest idle warps. A second wave of blocks would
+        read and quantize x again before its weights arrive."""
         most = -(-n_tiles // device.multiprocessors())
         each = {warps: -(-pairs // warps) for warps in NUMBERS_OF_WARPS}
         room = {warps: min(most, LOADS_PER_LANE // (rows * matrices * each[warps])) for warps in each}

@@ -48,7 +48,8 @@ from pallas_kernels.matmul.quantize_activations import (
 )
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
-# Warps of a block, and blocks of a multiprocessor at once: as many as there are registers for.
+# Warps of a block, and blocks of a multiprocessor at once: as many as there are registers for. The first of
+# those with the fewest idle warps is taken.
 SIZES_OF_BLOCKS, FEWEST_WARPS = ((12, 1), (8, 1), (4, 2), (4, 1)), 8
 LOADS_OF_ROUND = 9  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
 DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
