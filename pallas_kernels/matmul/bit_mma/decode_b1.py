@@ -35,13 +35,15 @@ class RowByRow(Decode):
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
         """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight
-        (several rows leave it fewer registers), and with the fewest idle warps. A second wave of blocks would
-        read and quantize x again before its weights arrive."""
-        most = -(-n_tiles // device.multiprocessors())
+        (several rows leave it fewer registers), and with the fewest idle warps. A second wave of blocks reads
+        and quantizes x again before its weights arrive."""
+        blocks = device.multiprocessors()
+        most = -(-n_tiles // blocks)
         each = {warps: -(-pairs // warps) for warps in NUMBERS_OF_WARPS}
         room = {warps: min(most, LOADS_PER_LANE // (rows * matrices * each[warps])) for warps in each}
         warps = max(each, key=lambda w: (room[w], -each[w] * w, -w))
-        tiles = max(1, room[warps])
+        waves = -(-most // max(1, room[warps]))
+        tiles = -(-n_tiles // (waves * blocks))
         product = PlaneProduct(
             rows=1, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
             round_tiles=tiles, matrices=matrices, bits=bits, **rest,
