@@ -21,17 +21,37 @@ CASES = [
     (4112, 256, 1, "added", 8),  # 257 tiles: two of a block, the last block has one
     (48, 4096, 8, "gated", 8),
     (32, 3072, 5, "normed", 8),  # 12 warps
-    (12800, 256, 4, "plain", 8),  # 800 tiles: seven of a block, in more than one round
+    (12800, 256, 4, "plain", 8),  # 800 tiles: four of a block
     (32, 4096, 4, "added", 16),
     (40, 384, 6, "added", 8),
     (32, 2304, 3, "gated", 16),
-    (48, 17408, 1, "added", 8),  # 16 warps
+    (48, 17408, 1, "added", 8),  # nine pairs of groups for a warp
 ]
+
+
+@pytest.fixture
+def two(monkeypatch):
+    """An H200 with two multiprocessors."""
+    few = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
+    monkeypatch.setattr(device, "default", lambda: few)
 
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
     check(decode_b1 if rows < 3 else decode_s8, N, K, rows, kind, bits)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        (632, 5120, 1, "gated"),  # 20 warps; 40 tiles: three waves of blocks, of seven tiles each
+        (600, 2560, 2, "added"),  # 12 warps; 38 tiles, neither whole tiles nor whole blocks
+        (632, 1024, 4, "plain"),  # ten tiles of a block, in two rounds
+        (600, 1536, 3, "normed"),  # 19 tiles of a block in rounds of seven
+    ],
+)
+def test_blocks_of_many_tiles_in_lockstep_are_the_product(N, K, rows, kind, two):
+    check(decode_b1 if rows < 3 else decode_s8, N, K, rows, kind, 8)
 
 
 @pytest.mark.parametrize(
@@ -43,10 +63,8 @@ def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
         (640, 4096, 8, "plain"),
     ],
 )
-def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, monkeypatch):
+def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, two):
     """By two blocks, the second of which has fewer tiles."""
-    two = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
-    monkeypatch.setattr(device, "default", lambda: two)
     check(decode_ring, N, K, rows, kind, 8)
 
 
