@@ -4,6 +4,7 @@ import asyncio
 import base64
 import dataclasses
 import json
+import queue
 import time
 
 import httpx
@@ -69,6 +70,7 @@ def test_a_chat_is_generates_answer_whole_and_streamed(model, client):
 
 def prefills(server: Served, monkeypatch) -> list[int]:
     """From now on the number of prompts in each prefill. Who waits for requests that arrive, waits long."""
+    settle(server.service.engine)
     counts, calls = [], server.service.engine._loop.runner.calls
     prefill = calls.prefill
 
@@ -79,6 +81,16 @@ def prefills(server: Served, monkeypatch) -> list[int]:
     monkeypatch.setattr(calls, "prefill", counting)
     monkeypatch.setattr(engine_file, "ARRIVAL_S", 30)
     return counts
+
+
+def settle(engine: bj.Engine):
+    """Wait until the engine has read what other tests left on its way. Before, it begins with the first
+    request that comes."""
+    loop, settled = engine._loop, queue.SimpleQueue()
+    while True:
+        engine._send(lambda: settled.put(not loop._flying and not loop.scheduler.waiting))
+        if settled.get(timeout=60):
+            return
 
 
 @pytest.mark.parametrize("protocol", [openai_completions, openai_chat])
