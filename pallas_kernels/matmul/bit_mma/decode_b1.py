@@ -23,6 +23,7 @@ from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 
 NUMBERS_OF_WARPS = 8, 12, 16, 20, 24
+MOST_WARPS_OF_ROWS = 16  # for several rows, whose code wants more registers than larger blocks have
 LOADS_PER_LANE = 18  # 16-byte loads that a lane has in flight before anything else: 288 bytes
 
 
@@ -34,13 +35,14 @@ class RowByRow(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight
-        (several rows leave it fewer registers), and with the fewest idle warps. A second wave of blocks reads
-        and quantizes x again before its weights arrive."""
+        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight;
+        with the fewest idle warps. A second wave of blocks reads and quantizes x again before its weights
+        arrive."""
         blocks = device.multiprocessors()
         most = -(-n_tiles // blocks)
-        each = {warps: -(-pairs // warps) for warps in NUMBERS_OF_WARPS}
-        room = {warps: min(most, LOADS_PER_LANE // (rows * matrices * each[warps])) for warps in each}
+        allowed = [w for w in NUMBERS_OF_WARPS if rows == 1 or w <= MOST_WARPS_OF_ROWS]
+        each = {warps: -(-pairs // warps) for warps in allowed}
+        room = {warps: min(most, LOADS_PER_LANE // (matrices * each[warps])) for warps in each}
         warps = max(each, key=lambda w: (room[w], -each[w] * w, -w))
         waves = -(-most // max(1, room[warps]))
         tiles = -(-n_tiles // (waves * blocks))
