@@ -17,6 +17,8 @@ pytestmark = pytest.mark.gpu
     ("N", "K", "rows", "kind"),
     [
         *FEW,
+        (4096, 5120, 1, "gated"),  # 20 warps
+        (4096, 6144, 3, "normed"),  # 12 warps
         (1000, 896, 3, "normed"),  # neither whole tiles nor whole pairs of groups
         (151669, 2048, 1, "normed"),
     ],

@@ -45,6 +45,7 @@ def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
     ("N", "K", "rows", "kind"),
     [
         (632, 5120, 1, "gated"),  # 20 warps; 40 tiles: three waves of blocks, of seven tiles each
+        (600, 6144, 1, "normed"),  # 24 warps; 38 tiles: ten of a block, the last block has eight
         (600, 2560, 2, "added"),  # 12 warps; 38 tiles: ten of a block, the last block has eight
         (632, 1024, 4, "plain"),  # ten tiles of a block, in two rounds
         (600, 1536, 3, "normed"),  # 19 tiles of a block in rounds of seven

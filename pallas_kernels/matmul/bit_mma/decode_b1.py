@@ -35,9 +35,9 @@ class RowByRow(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """One block on each multiprocessor, with all its tiles, if a lane can have so many loads in flight;
-        with the fewest idle warps. A second wave of blocks reads and quantizes x again before its weights
-        arrive."""
+        """Each multiprocessor gets one block with all its tiles, unless a lane would have too many loads in
+        flight: each further wave of blocks reads and quantizes x again. Of the numbers of warps that allow as
+        many tiles, it is one that leaves the fewest warps idle."""
         blocks = device.multiprocessors()
         most = -(-n_tiles // blocks)
         allowed = [w for w in NUMBERS_OF_WARPS if rows == 1 or w <= MOST_WARPS_OF_ROWS]
