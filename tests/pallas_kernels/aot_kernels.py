@@ -126,7 +126,8 @@ def many_rows_of_integers(format, n, k, matrices, rows, activation=SILU):
     def f(a, scale, weights, layer, residual):
         return int_prefill_sm90(a, scale, weights, layer, n, residual, format=format, activation=activation)
 
-    a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    whole = rows + -rows % 8
+    a, scale = jax.ShapeDtypeStruct((whole, k), jnp.float16), jax.ShapeDtypeStruct((whole,), jnp.float32)
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 

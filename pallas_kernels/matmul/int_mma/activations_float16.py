@@ -48,14 +48,15 @@ def activations_float16(
     group: int | tuple[int, int] | None = None,
     rows: int | None = None,
 ) -> tuple[jax.Array, ...]:
-    """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
+    """float32 [M, K] -> (a float16 [M, K], s float32 [M]), with `group` [M', K'] and [M'].
 
     x           or Parts: then their sum, float32 [M, K], is returned too
     gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
     layer       int32 []; None for a stack of one
     group       a has int_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
-                them up to a multiple of 256; None for the order that they have; (32, 16): a in the one and
-                a in the other order are returned, and s
+                them up to a multiple of 256, K'; M' is M padded to a multiple of 8 (`whole_rows`), and what
+                is behind M means nothing. None for the order that they have; (32, 16): a in the one and a in
+                the other order are returned, and s
     places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
                 is they are undefined
     rows        M, where x has more; with places, rows of a and s
@@ -67,7 +68,7 @@ def activations_float16(
     orders = group if isinstance(group, tuple) else (group,)
     assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
-        width += -columns % TILE_COLUMNS
+        width, stored = columns + -columns % TILE_COLUMNS, whole_rows(stored)
     rounded = jax.ShapeDtypeStruct((stored, width), jnp.float16)
     results = {"a_gmem": rounded}
     if len(orders) > 1:
@@ -77,6 +78,11 @@ def activations_float16(
         _round_row, x, (m, columns), width, gamma, layer, results, name="activations_float16",
         operands={"places_gmem": places}, eps=eps, orders=orders,
     )  # fmt: skip
+
+
+def whole_rows(rows: int) -> int:
+    """So many rows, padded as TMA counts them: by 8."""
+    return rows + -rows % 8
 
 
 def _round_row(

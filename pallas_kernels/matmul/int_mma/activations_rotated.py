@@ -19,7 +19,7 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, real, select, sum_of_squares
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.epilogue import inverse_rms
-from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, scale_and_factor
+from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, scale_and_factor, whole_rows
 from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS
@@ -43,8 +43,7 @@ def activations_rotated(
 
     gamma    float32 [L, K]; None for no norm
     layer    int32 []; None for a stack of one
-    rounded  instead (a float16 [M, K], s float32 [M]) of it, as activations_float16 makes them; `group` is
-             its argument
+    rounded  instead (a float16, s float32) of it, as activations_float16 makes them; `group` is its argument
     """
     rows, columns = x.shape
     places = columns + (-columns % TILE_COLUMNS if rounded and group is not None else 0)
@@ -56,9 +55,10 @@ def activations_rotated(
         warps += -warps % 4
     results = {"n_gmem": jax.ShapeDtypeStruct((rows, columns), jnp.float32)}
     if rounded:
+        stored = rows if group is None else whole_rows(rows)
         results = {
-            "a_gmem": jax.ShapeDtypeStruct((rows, places), jnp.float16),
-            "scale_gmem": jax.ShapeDtypeStruct((rows,), jnp.float32),
+            "a_gmem": jax.ShapeDtypeStruct((stored, places), jnp.float16),
+            "scale_gmem": jax.ShapeDtypeStruct((stored,), jnp.float32),
         }
     return launch(
         functools.partial(

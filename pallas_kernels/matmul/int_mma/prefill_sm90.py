@@ -70,12 +70,12 @@ def int_prefill_sm90(
     """y = x W.T + residual for one matrix, or activation(x G.T, x U.T) for two, x = s a.
 
     a         float16 [M, K] in the order of columns above, with zeros behind K up to a multiple of 256, as
-              activations_float16 makes it
+              activations_float16 makes it; M a multiple of 8
     scale     float32 [M], s
     weights   of W, or of G and U: the fields that the format's `tile` makes, stacked by layer
     layer     int32 [], the index into them
     n         outputs
-    residual  float32 [M, n]
+    residual  float32 [M or fewer, n]
     listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix among the
               layer's, its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows;
               and how many there are. In y, rows of no tile are undefined
@@ -99,14 +99,14 @@ def int_prefill_sm90(
     pairs = min(device.multiprocessors() // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
-    whole = (m + -m % 8, n + -n % 32)
-    operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
-    operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    assert m % 8 == 0, f"int_prefill_sm90: {m} rows are no multiple of 8"
+    whole = n + -n % 32
+    operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     operands += listed or ()
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
     added, after = (residual, None) if splits == 1 else (None, residual)
     if added is not None:
-        operands.append(jnp.pad(added, ((0, whole[0] - m), (0, whole[1] - n))))
+        operands.append(jnp.pad(added, ((0, m - len(added)), (0, whole - n))))
     body = functools.partial(
         _body,
         format_lanes=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
@@ -133,7 +133,7 @@ def int_prefill_sm90(
     }
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((splits, *whole), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(pairs,),
         grid_names=("pair",),
         cluster=(PAIR,),
@@ -144,7 +144,7 @@ def int_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    parts = kernel(*operands)[:, :m, :n]
+    parts = kernel(*operands)[:, :, :n]
     return in_order(parts, after) if summed else parts
 
 
