@@ -184,6 +184,15 @@ def layer_products(
     return x, cache
 
 
+def rounded_launches(
+    params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
+) -> tuple[Float[Array, "B 1 H"], KVCache]:
+    """x after all layers of a decode step of several rows, by five kernels each; and the cache."""
+    from pallas_kernels.step import rounded_launches as kernels  # only GPUs need it
+
+    return _layer_by_layer(kernels, kernels.Vector(x[:, 0]), params, cache, place_of, config)
+
+
 def layer_gemms(
     params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
 ) -> tuple[Float[Array, "B 1 H"], KVCache]:
@@ -191,23 +200,36 @@ def layer_gemms(
     cache."""
     from pallas_kernels.step import layer_gemms as kernels  # only GPUs need it
 
+    return _layer_by_layer(kernels, kernels.Parts(x[None, :, 0]), params, cache, place_of, config)
+
+
+def _layer_by_layer(
+    kernels: Any, x: Any, params: Params, cache: KVCache, place_of: PlaceOf, config: ModelConfig
+) -> tuple[Float[Array, "B 1 H"], KVCache]:
+    """x after all layers, by a module whose `run` takes x, in a form of its own, through a layer, and whose
+    `summed` makes float32 of that form; and the cache."""
     (mixer,), (w,), sizes = params.layers["attention"], params.layers["mlp"], config.attention
     stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)  # five: see problems.Step
-    inputs, total = _step_inputs(cache, place_of, config), kernels.Parts(x[None, :, 0])
-    workspace = empty_workspace(x.shape[0], sizes.num_heads, inputs.k_pages)
+    inputs = _step_inputs(cache, place_of, config)
+    workspace = empty_workspace(len(inputs.positions), sizes.num_heads, inputs.k_pages)
     for layer in range(config.num_layers):
         run = functools.partial(
             kernels.run, layer=layer, eps=config.rms_norm_eps, interleaved=sizes.rope.interleaved,
             activation=config.mlp.activation, tokens=place_of(0, sizes).tokens,
         )  # fmt: skip
-        total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(run)(
-            total, stacks, inputs, workspace
+        x, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(run)(
+            x, stacks, inputs, workspace
         )
         inputs = inputs._replace(k_pages=k_pages, v_pages=v_pages)
-    return kernels.summed(total)[:, None], _with_pages(cache, inputs.k_pages, inputs.v_pages)
+    return kernels.summed(x)[:, None], _with_pages(cache, inputs.k_pages, inputs.v_pages)
 
 
-SCHEDULES = {"one_launch": one_launch, "layer_products": layer_products, "layer_gemms": layer_gemms}
+SCHEDULES = {
+    "one_launch": one_launch,
+    "layer_products": layer_products,
+    "rounded_launches": rounded_launches,
+    "layer_gemms": layer_gemms,
+}
 
 
 def _step_inputs(cache: KVCache, place_of: PlaceOf, config: ModelConfig) -> StepInputs:

@@ -110,6 +110,11 @@ def store_halves(pairs, ref, indices):
     store_stored(lanes.half_vector(pairs), ref, indices)
 
 
+def store_words(words, ref, indices):
+    """A list of 32-bit words into neighbouring elements of a ref of i32."""
+    store_stored(lanes.vector_of(words, i32(), 1), ref, indices)
+
+
 def store_bytes(words, ref, indices):
     """Words of four bytes into neighbouring elements of a ref of int8."""
     store_stored(lanes.byte_vector(words), ref, indices)

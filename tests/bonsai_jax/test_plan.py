@@ -89,6 +89,18 @@ def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch)
     assert schedules(1, 12, 13, activation_bits=16) == ["one_launch", "one_launch", "launches"]
 
 
+@pytest.mark.parametrize("source", ["bonsai-8b:q4_k_m", "smollm2-135m:q4_1"])
+def test_several_rows_of_2_to_8_bits_round_for_each_other(source, monkeypatch):
+    def schedules(**run) -> list[str]:
+        step = step_plan(planned(f"synth:{source}", monkeypatch, **run))
+        return [step.schedule(rows) for rows in (4, 5, 8, 9, 257)]
+
+    assert schedules() == ["one_launch", *["rounded_launches"] * 2, "layer_gemms", "launches"]
+    assert schedules(activation_bits=16) == ["one_launch", *["launches"] * 4]
+    named = schedules(schedule="rounded_launches")
+    assert named == ["launches", *["rounded_launches"] * 2, *["launches"] * 2]
+
+
 def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
     step = step_plan(planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms"))
     schedules = [step.schedule(rows) for rows in (1, 8, 9, 256, 257)]

@@ -98,6 +98,31 @@ def test_a_step_in_one_launch_is_that_of_launches(source, rows):
 
 
 @pytest.mark.parametrize(
+    ("source", "rows"),
+    [
+        *(("tiny-llama:q4_k_m", rows) for rows in (5, 6, 7, 8)),
+        *(("tiny-qwen2:q5_k_m", 5), ("tiny-qwen3:q8_0", 8), ("smollm2-135m:q4_1", 7)),
+        *(("bonsai-4b:q4_k_m", 8), ("bonsai-1.7b:q2_k", 5)),
+    ],
+)
+def test_rounded_launches_are_as_near_to_16_bits_as_launches(source, rows):
+    """Products that get integers from others have those that they would make."""
+    ids, log_p = np.random.default_rng(9).integers(0, 256, (rows, 20)), []
+    for schedule, bits in (("launches", 16), ("launches", 8), ("rounded_launches", 8)):
+        options = {"cache_dtype": "float32", "activation_bits": bits, "schedule": schedule}
+        model = bj.load(f"synth:{source}", bj.RunConfig(**options))
+        assert model.params.step.schedule(rows) == schedule
+        log_p.append(log_p_of_steps(model, ids))
+    exact, by_launches, by_rounded = log_p
+    kl, limit, between = (
+        divergence(*pair).mean()
+        for pair in ((exact, by_rounded), (exact, by_launches), (by_launches, by_rounded))
+    )
+    print(f"{source}, {rows} rows: KL {kl:.2e}, by launches {limit:.2e}, between them {between:.2e}")
+    assert kl < 1.2 * limit and between < limit
+
+
+@pytest.mark.parametrize(
     "name", ["tiny-gemma3", "tiny-gemma2", "tiny-glm4", "tiny-olmo2", "tiny-olmo3", "tiny-exaone4"]
 )
 @pytest.mark.parametrize("rows", [1, 2])

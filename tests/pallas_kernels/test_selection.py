@@ -304,6 +304,27 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        ({"bits": 16}, "products round for each other to 8 bits; 16 bits were asked for"),
+        ({"experts": (8, 2)}, "is for layers without experts"),
+        ({"layers": Q1_LAYERS}, "not all layers' weights have 2 to 8 bits: q1_0"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
+        ({"ffn": 12296}, "feed-forward is 12296 wide, no multiple of 16"),
+        ({"ffn": 28672}, "integers of 28672 activations, rows: 5, leave no room for weights"),
+        ({"plain": False}, "the kernel has plain attention, without gates"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+    ],
+)
+def test_layers_that_rounded_launches_cannot_run_are_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    problem = dataclasses.replace(KQ_STEP, rows=5)
+    assert choose(problem) == "rounded_launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='rounded_launches' cannot run .*{reason}"):
+        choose(dataclasses.replace(problem, **change), impl="rounded_launches")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
         ({"rows": 5}, "with weights of 2 to 8 bits it is for 4 rows at most; 5 were asked for"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
@@ -548,8 +569,11 @@ def test_what_cannot_be_a_candidate_is_an_error_with_the_reason(change, error):
 def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert selection.schedules(STEP) == ((24, "one_launch"), (256, "layer_gemms"))
-    others = (8, "launches"), (256, "layer_gemms")
+    others = (8, "rounded_launches"), (256, "layer_gemms")
     assert selection.schedules(KQ_STEP) == ((4, "one_launch"), *others)
+    in_16_bits = dataclasses.replace(KQ_STEP, bits=16)
+    assert selection.schedules(in_16_bits) == ((4, "one_launch"),)
+    assert selection.schedules(KQ_STEP, "rounded_launches") == ((4, "launches"), (8, "rounded_launches"))
     assert selection.schedules(dataclasses.replace(KQ_STEP, plain=False)) == ((2, "layer_products"),)
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))

@@ -178,6 +178,11 @@ def eights(ref, places: list) -> list[list]:
     return [[v for half in (0, 4) for v in memory.load_reals(4, ref, [row, at + half])] for row, at in places]
 
 
+def rounded_eights(ref, places: list) -> list[list]:
+    """Of 8 neighbours from each (row, column) on what `rounded_words` has made, in a ref of its words."""
+    return [memory.load_words(4, ref, [row, at // 2]) for row, at in places]
+
+
 def _flat_pass(loaded) -> list:
     _, x, gammas = loaded
     return [v for values in [*x.values(), *gammas] for v in values]

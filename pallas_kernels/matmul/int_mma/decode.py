@@ -32,6 +32,7 @@ across tiles.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,11 +48,15 @@ from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
-from pallas_kernels.matmul.int_mma.activations_shared import eights
+from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_eights, rounded_words
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
+# Activations that the product which made them has rounded to 8 bits, by how many columns share a scale:
+# int32 [rows, K / 2], of each 8 columns two words of signed bytes q, their scale s, and the sum of x^2;
+# x, or x gamma, is s q.
+Rounded = dict[int, jax.Array]
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
 
 
@@ -136,10 +141,10 @@ def _launches(
 
 @functools.partial(
     jax.jit,
-    static_argnames=("formats_of", "n", "eps", "activation", "activation_bits", "sent_before"),
+    static_argnames=("formats_of", "n", "eps", "next_groups", "activation", "activation_bits", "sent_before"),
 )
 def int_decode(
-    x: jax.Array,
+    x: jax.Array | Rounded,
     weights: tuple[tuple[dict[str, jax.Array], ...], ...],
     layers: jax.Array | None,
     *,
@@ -151,13 +156,16 @@ def int_decode(
     peers: jax.Array | None = None,
     sent_before: int = 0,
     rotation: Rotation | None = None,
+    next_groups: tuple[int, ...] = (),
+    next_gamma: jax.Array | None = None,
     activation: Activation = SILU,
     activation_bits: int = 8,
-) -> jax.Array:
+) -> Any:
     """y = x W.T for parts of one matrix, or activation(x G.T, x U.T) for parts of two; parts are rows
     below rows.
 
-    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps).
+              Or `Rounded`, by another product for this one's formats and gamma
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
     layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
     formats_of  of each part
@@ -166,10 +174,18 @@ def int_decode(
     peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
               number of the call is returned
     rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
+    next_groups  of the product that reads y: y is rounded to 8 bits for its parts, with a scale for so many
+              columns. For a plan that `makes_groups`
+    next_gamma  float32 [1, N], of the norm before that product
     activation_bits  8 or 16
-    Returns float32 [rows, N]. Activations are quantized here, symmetric per scale group.
+    Returns float32 [rows, N]; with next_groups (y, Rounded). Activations that are not rounded yet are
+    quantized here, symmetric per scale group.
     """
-    rows, columns = x.shape
+    is_rounded = isinstance(x, dict)
+    if is_rounded:
+        rows, columns = (2 * n if i else n for i, n in enumerate(next(iter(x.values())).shape))
+    else:
+        rows, columns = x.shape
     matrices = len(weights[0])
     planned = int_decode_plan.plan(weights, rows, formats_of, activation_bits, rotated=rotation is not None)
     if planned is None:
@@ -184,6 +200,10 @@ def int_decode(
     devices, out = 0, jax.ShapeDtypeStruct((rows, width), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
+    results = {"out_gmem": out}
+    assert not next_groups or (int_decode_plan.makes_groups(planned) and peers is None)
+    for group in next_groups:
+        results[f"by_{group}_gmem"] = jax.ShapeDtypeStruct((rows, width // 2), jnp.int32)
     warps = planned.warps
     ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
     scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **int_decode_block.scratch([product])}
@@ -193,8 +213,8 @@ def int_decode(
         rotating = {"block": rotation.block, "heads": rotation.heads}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
-    return launch(
-        functools.partial(_body, product, devices, sent_before, rotating),
+    made = launch(
+        functools.partial(_body, product, devices, sent_before, rotating, next_groups, is_rounded),
         {
             "weight_gmem": weights,
             "x_gmem": x,
@@ -202,22 +222,29 @@ def int_decode(
             "gamma_gmem": gamma,
             "flips_gmem": None if rotation is None else rotation.flips,
             "residual_gmem": residual,
+            "next_gamma_gmem": next_gamma,
             "peers_gmem": None if peers is None else all_reduce.as_operand(peers),
         },
-        {"out_gmem": out},
+        results,
         name="int_decode",
         blocks=sum(part.blocks for part in planned.parts),
         threads=32 * warps,
         scratch=scratch,
     )
+    if not next_groups:
+        return made
+    y, *rounded = made
+    return y, dict(zip(next_groups, rounded, strict=True))
 
 
 def _body(
     product: int_decode_plan.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
-    *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
-    rotated_smem=None, sender_smem=None, **refs,
+    next_groups: tuple[int, ...], is_rounded: bool,
+    *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, next_gamma_gmem, peers_gmem, out_gmem,
+    ring_smem, by_16_gmem=None, by_32_gmem=None, rotated_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose part its number says."""
+    prefetch = None
     if devices:
         sender = all_reduce.Sender(sender_smem, devices)
         sender.prepare(peers_gmem, out_gmem)
@@ -225,6 +252,19 @@ def _body(
 
         def store(y, row, n, _):
             sender.send(y, n + sent_before + row * width)
+    elif next_groups:
+        if next_gamma_gmem is not None:
+
+            def prefetch(_, n):
+                return memory.load(next_gamma_gmem, 0, n)
+
+        def store(y, row, n, gamma):
+            memory.store(y, out_gmem, row, n)
+            for group in next_groups:
+                *words, squares = rounded_words(y, gamma, group)
+                with lanes.when(lanes.thread() % 8 == 0):
+                    words += [memory.tagged(squares, 0)]  # as Block reads it
+                    memory.store_words(words, {16: by_16_gmem, 32: by_32_gmem}[group], [row, n // 2])
     else:
 
         def store(y, row, n, _):
@@ -240,10 +280,14 @@ def _body(
             if residual_gmem is not None:
                 residual = functools.partial(memory.load, residual_gmem)
             load_x, rotation = functools.partial(eights, x_gmem), None
+            if is_rounded:
+                group = formats.get(part.format).LANES.activation_group
+                load_x = functools.partial(rounded_eights, x_gmem[group])
             if rotating is not None:
                 load_x = functools.partial(memory.load_each, x_gmem)
                 rotation = {"flips_gmem": flips_gmem, "rotated_smem": rotated_smem, **rotating}
             block = int_decode_block.Block(
-                product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
-            )
+                product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation,
+                prefetch=prefetch, rounded=is_rounded, in_groups=bool(next_groups), **refs,
+            )  # fmt: skip
             block.run_alone(weights, layer, ring_smem)

@@ -98,6 +98,12 @@ def together(placed: tuple[Part, ...], padded: int, most: int = ROWS_TOGETHER) -
     return max(1, min(max(part.tiles for part in placed), most // padded))
 
 
+def makes_groups(plan: Plan) -> bool:
+    """Whether warps have 32 neighbours of one row when they store what was multiplied (Block's in_groups):
+    where each block has an even number of tiles of 16, and computes as many at once."""
+    return plan.together % 2 == 0 and all(p.tiles % 2 == 0 and p.n_tiles % 2 == 0 for p in plan.parts)
+
+
 def scratch_bytes(
     plan: Plan, matrices: int, steps: int, padded: int, bits: int, tiles_of_item: int = 1
 ) -> tuple[int, ...]:
