@@ -3,11 +3,11 @@ outputs as the integers that the next product is multiplied by.
 
     x -> [q, k, v] -> [attention] -> [o, + x, round] -> [gate, up, activation, round] -> [down, + x, round]
 
-Every block of a product wants all activations of all rows. Where each block rounds them for itself, that
-takes as long as the launches do (LOG.md), so here they are rounded once, by the blocks that make them. A
+Every block of a product reads the activations of all rows. Where each block rounds them for itself, that
+takes several microseconds a layer (LOG.md), so here they are rounded once, by the blocks that make them. A
 norm's gamma is in the integers; its root mean square commutes with the product and comes from sums of squares
-beside them. What attention makes is rounded by the blocks of o, and what a product makes whose blocks have no
-whole groups of columns by those that read it.
+beside them. What attention makes is rounded by the blocks of o. What a product makes whose blocks have no
+whole groups of columns is rounded by the blocks that read it.
 """
 
 from collections.abc import Sequence
