@@ -154,23 +154,32 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
     assert "slice" in call  # a copy
 
 
-# Q4_K_M has layers of Q4_K alone.
+# Q4_K_M has layers of Q4_K alone. 13 rows are no whole eights.
 @pytest.mark.parametrize(
-    ("format", "most", "mixed"),
-    [("q1_0", 8, 0), pytest.param("q4_k", 9, 0, marks=pytest.mark.slow), ("q4_k_m", 9, 1)],
+    ("format", "rows", "most", "mixed"),
+    [
+        ("q1_0", 64, 8, 0),
+        pytest.param("q4_k", 64, 9, 0, marks=pytest.mark.slow),
+        ("q4_k_m", 64, 9, 1),
+        ("q4_k_m", 13, 9, 1),
+        ("q4_k_m", 5, 5, 0),
+    ],
 )
-def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, most, mixed):
+def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, rows, most, mixed):
     """K-quants' activations have one scale a row, which no block of attention knows; v of another format,
-    which one of the layers has, is a launch more. What is left to add is the last layer's, once."""
+    which one of the layers has, is a launch more. What is left to add is the last layer's, once. A few rows
+    of K-quants are rounded by what makes them."""
     with as_on_a_gpu((9, 0)):
-        params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=64, context=256)
-        assert params.step.schedule(64) == "layer_gemms"
+        params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=rows, context=256)
+        assert params.step.schedule(rows) == ("rounded_launches" if rows < 9 else "layer_gemms")
         step = functools.partial(core.read, config=config)
-        tokens, ones = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 1), (64,)))
+        tokens, ones = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))
         compiled = compile_for_gpu(step, params, state.cache, tokens, ones, donate_argnums=1)
     text = compiled.as_text()
     assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers + mixed
-    assert len(re.findall(r"%\S*add_fusion\S* = ", text.split("ENTRY")[1])) == 1 < config.num_layers
+    entry = text.split("ENTRY")[1]
+    assert "pad_fusion" not in entry
+    assert len(re.findall(r"%\S*add_fusion\S* = ", entry)) == (rows >= 9) < config.num_layers
 
 
 @pytest.mark.parametrize("tokens", [4, 8])
