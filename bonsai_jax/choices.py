@@ -5,7 +5,7 @@ from typing import Literal
 
 Impl = Literal["auto", "reference", "pallas"]
 # After "auto", the candidates for a decode step in pallas_kernels/selection.py, in its order of preference.
-Schedule = Literal["auto", "one_launch", "layer_products", "rounded_launches", "layer_gemms", "launches"]
+Schedule = Literal["auto", "one_launch", "layer_products", "int_launches", "layer_gemms", "launches"]
 WeightStorage = Literal["auto", "packed", "decoded"]
 ActivationBits = Literal[8, 16]
 AllReduce = Literal["auto", "psum", "mailbox"]

@@ -259,7 +259,7 @@ class RunConfig:
                  device; "pallas": Pallas kernels, and an error where a decode step has none
     schedule     how a decode step's kernels are launched. "one_launch": all layers in one kernel;
                  "layer_products": two launches per layer, one for attention and one for all products up to
-                 the next attention; "rounded_launches": five launches per layer, for batches of 5 to 8;
+                 the next attention; "int_launches": five launches per layer, for batches of 5 to 8;
                  "layer_gemms": eight launches per layer, for larger batches; "launches": one launch per
                  operation. "auto": the schedule with the fewest launches that supports the batch
                  size. A named schedule that this model or device cannot run is an error; batch sizes that it

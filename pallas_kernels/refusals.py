@@ -330,13 +330,13 @@ def layer_products(problem: Step) -> str | None:
     return _in_this_share(next(filter(None, reasons), None))
 
 
-def rounded_launches(problem: Step) -> str | None:
+def int_launches(problem: Step) -> str | None:
     if reason := _without_experts(problem) or _int_layers(problem):
         return reason
     assert problem.layers is not None
     if problem.bits != 8:
         return f"products round for each other to 8 bits; {problem.bits} bits were asked for"
-    from pallas_kernels.step.rounded_launches import refuses  # only GPUs need it
+    from pallas_kernels.step.int_launches import refuses  # only GPUs need it
 
     a = problem.attention
     heads = a.heads, a.kv_heads, a.head_dim

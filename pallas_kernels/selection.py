@@ -164,7 +164,7 @@ def _our_own() -> Iterator[Candidate]:
     # (LOG.md); fewer than 9 have matrix products of their own, and more than 8 no room for their integers.
     yield Candidate("one_launch", Step, rules.one_launch, None, rows=(1, 24))
     yield Candidate("layer_products", Step, rules.layer_products, None, rows=_layer_products_rows)
-    yield Candidate("rounded_launches", Step, rules.rounded_launches, None, rows=(5, 8))
+    yield Candidate("int_launches", Step, rules.int_launches, None, rows=(5, 8))
     yield Candidate("layer_gemms", Step, rules.layer_gemms, None, rows=(9, STEP_ROWS))
     yield Candidate("launches", Step, rules.no_reason, None)
 

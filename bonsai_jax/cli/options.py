@@ -116,8 +116,8 @@ class RunOptions:
     schedule: Annotated[
         choices.Schedule,
         typer.Option(
-            help="How the kernels of a decode step are launched: all layers in one launch, two or eight "
-            "launches per layer, or one for each operation."
+            help="How the kernels of a decode step are launched: all layers in one launch, two, five or "
+            "eight launches per layer, or one for each operation."
         ),
     ] = "auto"
     weights: Annotated[

@@ -184,11 +184,11 @@ def layer_products(
     return x, cache
 
 
-def rounded_launches(
+def int_launches(
     params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
 ) -> tuple[Float[Array, "B 1 H"], KVCache]:
     """x after all layers of a decode step of several rows, by five kernels each; and the cache."""
-    from pallas_kernels.step import rounded_launches as kernels  # only GPUs need it
+    from pallas_kernels.step import int_launches as kernels  # only GPUs need it
 
     return _layer_by_layer(kernels, kernels.Vector(x[:, 0]), params, cache, place_of, config)
 
@@ -227,7 +227,7 @@ def _layer_by_layer(
 SCHEDULES = {
     "one_launch": one_launch,
     "layer_products": layer_products,
-    "rounded_launches": rounded_launches,
+    "int_launches": int_launches,
     "layer_gemms": layer_gemms,
 }
 

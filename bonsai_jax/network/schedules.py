@@ -1,10 +1,10 @@
 """How the kernels of a decode step are launched, decided from the load plan (fused.py carries it out).
 
-    one_launch        all layers in one launch
-    layer_products    two launches a layer: what mixes tokens, and all products up to the next layer's
-    rounded_launches  five a layer, for several sequences, each product rounding its outputs for the next one
-    layer_gemms       about eight a layer, for many sequences, each consumer adding its producer's parts
-    launches          block by block (decoder.py)
+    one_launch       all layers in one launch
+    layer_products   two launches a layer: what mixes tokens, and all products up to the next layer's
+    int_launches     five a layer, for several sequences, each product rounding its outputs for the next one
+    layer_gemms      about eight a layer, for many sequences, each consumer adding its producer's parts
+    launches         block by block (decoder.py)
 
 A fused launch runs models whose layers are one group of what mixes channels; what else it needs is in the
 refusals of pallas_kernels.

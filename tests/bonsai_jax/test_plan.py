@@ -95,10 +95,10 @@ def test_several_rows_of_2_to_8_bits_round_for_each_other(source, monkeypatch):
         step = step_plan(planned(f"synth:{source}", monkeypatch, **run))
         return [step.schedule(rows) for rows in (4, 5, 8, 9, 257)]
 
-    assert schedules() == ["one_launch", *["rounded_launches"] * 2, "layer_gemms", "launches"]
+    assert schedules() == ["one_launch", *["int_launches"] * 2, "layer_gemms", "launches"]
     assert schedules(activation_bits=16) == ["one_launch", *["launches"] * 4]
-    named = schedules(schedule="rounded_launches")
-    assert named == ["launches", *["rounded_launches"] * 2, *["launches"] * 2]
+    named = schedules(schedule="int_launches")
+    assert named == ["launches", *["int_launches"] * 2, *["launches"] * 2]
 
 
 def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):

@@ -105,10 +105,10 @@ def test_a_step_in_one_launch_is_that_of_launches(source, rows):
         *(("bonsai-4b:q4_k_m", 8), ("bonsai-1.7b:q2_k", 5)),
     ],
 )
-def test_rounded_launches_are_as_near_to_16_bits_as_launches(source, rows):
+def test_int_launches_are_as_near_to_16_bits_as_launches(source, rows):
     """Products that get integers from others have those that they would make."""
     ids, log_p = np.random.default_rng(9).integers(0, 256, (rows, 20)), []
-    for schedule, bits in (("launches", 16), ("launches", 8), ("rounded_launches", 8)):
+    for schedule, bits in (("launches", 16), ("launches", 8), ("int_launches", 8)):
         options = {"cache_dtype": "float32", "activation_bits": bits, "schedule": schedule}
         model = bj.load(f"synth:{source}", bj.RunConfig(**options))
         assert model.params.step.schedule(rows) == schedule

@@ -171,7 +171,7 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
     of K-quants are rounded by what makes them."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=rows, context=256)
-        assert params.step.schedule(rows) == ("rounded_launches" if rows < 9 else "layer_gemms")
+        assert params.step.schedule(rows) == ("int_launches" if rows < 9 else "layer_gemms")
         step = functools.partial(core.read, config=config)
         tokens, ones = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((rows, 1), (rows,)))
         compiled = compile_for_gpu(step, params, state.cache, tokens, ones, donate_argnums=1)

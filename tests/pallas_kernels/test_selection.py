@@ -314,12 +314,12 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
     ],
 )
-def test_layers_that_rounded_launches_cannot_run_are_refused(change, reason, monkeypatch):
+def test_layers_that_int_launches_cannot_run_are_refused(change, reason, monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     problem = dataclasses.replace(KQ_STEP, rows=5)
-    assert choose(problem) == "rounded_launches"
-    with pytest.raises(NotImplementedError, match=f"schedule='rounded_launches' cannot run .*{reason}"):
-        choose(dataclasses.replace(problem, **change), impl="rounded_launches")
+    assert choose(problem) == "int_launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='int_launches' cannot run .*{reason}"):
+        choose(dataclasses.replace(problem, **change), impl="int_launches")
 
 
 @pytest.mark.parametrize(
@@ -569,11 +569,11 @@ def test_what_cannot_be_a_candidate_is_an_error_with_the_reason(change, error):
 def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert selection.schedules(STEP) == ((24, "one_launch"), (256, "layer_gemms"))
-    others = (8, "rounded_launches"), (256, "layer_gemms")
+    others = (8, "int_launches"), (256, "layer_gemms")
     assert selection.schedules(KQ_STEP) == ((4, "one_launch"), *others)
     in_16_bits = dataclasses.replace(KQ_STEP, bits=16)
     assert selection.schedules(in_16_bits) == ((4, "one_launch"),)
-    assert selection.schedules(KQ_STEP, "rounded_launches") == ((4, "launches"), (8, "rounded_launches"))
+    assert selection.schedules(KQ_STEP, "int_launches") == ((4, "launches"), (8, "int_launches"))
     assert selection.schedules(dataclasses.replace(KQ_STEP, plain=False)) == ((2, "layer_products"),)
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))

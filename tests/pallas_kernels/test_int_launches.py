@@ -1,4 +1,4 @@
-"""Layers by rounded_launches in numpy (lockstep), with attention by definition: each product gets integers
+"""Layers by int_launches in numpy (lockstep), with attention by definition: each product gets integers
 that another has made where it can, and the layer is what it is with float32 in between."""
 
 from typing import Any
@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import GELU_TANH, device
 from pallas_kernels.qtensor import LayerStack, Rows
-from pallas_kernels.step import rounded_launches
+from pallas_kernels.step import int_launches
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import Drawn, drawn
@@ -66,24 +66,24 @@ def test_layers_in_lockstep_are_their_definition(blocks, rows, width, ffn, qkv, 
         return int_decode(x, *rest, **options)
 
     def all_layers():
-        state = rounded_launches.Vector(x)
+        state = int_launches.Vector(x)
         for layer in range(LAYERS):
-            state, *_ = rounded_launches.run(
+            state, *_ = int_launches.run(
                 state, list(map(stacked, pieces)), inputs, unused, layer=layer, eps=EPS, interleaved=False,
                 activation=GELU_TANH,
             )  # fmt: skip
-        return np.asarray(rounded_launches.summed(state))
+        return np.asarray(int_launches.summed(state))
 
-    int_decode = rounded_launches.int_decode
+    int_decode = int_launches.int_decode
     with (
         lockstep(),
         jax.disable_jit(),
         mock.patch.object(device, "multiprocessors", lambda: blocks),
-        mock.patch.object(rounded_launches, "int_decode", product),
-        mock.patch.object(rounded_launches, "decode_attention", attention),
+        mock.patch.object(int_launches, "int_decode", product),
+        mock.patch.object(int_launches, "decode_attention", attention),
     ):
         after = all_layers()
-        with mock.patch.object(rounded_launches.decode_plan, "makes_groups", lambda plan: False):
+        with mock.patch.object(int_launches.decode_plan, "makes_groups", lambda plan: False):
             by_readers = all_layers()
 
     hidden, x_is = (-(-n // 16 // blocks) % 2 == 0 and n % 32 == 0 for n in (ffn, HIDDEN))
