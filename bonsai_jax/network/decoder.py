@@ -70,7 +70,7 @@ def decoder(
     have positions one after another, with padding behind them. The layers are
     scanned with the cache as carry, so that its pages are updated in place: a loop for each run of layers
     whose settings repeat (ModelConfig.runs); weights stay stacked and are indexed by layer. A decode step on
-    kernels is one launch, or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures
+    kernels is one launch, or a few a layer, where that is its schedule, else unrolled: a GPU captures
     straight code as one graph, but a loop not. So is a step of a few tokens of each sequence (speculation):
     its B T tokens are as many rows of one token, of which `together` neighbours are one sequence's.
     """
