@@ -33,7 +33,7 @@ from pallas_kernels.attention.decode_cache import (
     stored_keys,
     team_warp,
 )
-from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
+from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
 from pallas_kernels.attention.decode_splits import combine
 from pallas_kernels.attention.decode_warp import attend
@@ -303,7 +303,7 @@ class Attention(Plan):
         length = index(larger_signed(position, 0))
         keys = length + select(active, index(1), index(0))
         visible = keys - self._first_key(keys)
-        return keys, length, select(visible <= KEYS_PER_SPLIT, index(1), index(self.splits))
+        return keys, length, select(visible <= self.keys_of_one_split, index(1), index(self.splits))
 
     def _first_key(self, keys):
         """The first key that a row's splits share out, of so many: the first of the 16 among which the window

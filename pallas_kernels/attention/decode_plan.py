@@ -17,7 +17,7 @@ THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS  # at most, if a row has one split: as many are on their way before q arrives
+KEYS_PER_SPLIT = KEYS * WARPS  # as many are on their way before q arrives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +69,12 @@ class Plan:
         if self.scores.window is not None:
             keys = min(keys, self.scores.window + KEYS - 1)
         return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_blocks // self.owners))
+
+    @property
+    def keys_of_one_split(self) -> int:
+        """With at most so many keys a row has one split. Where there would be two, in a launch of their own, a
+        second visit to keys takes less time than to meet (LOG.md)."""
+        return KEYS_PER_SPLIT if self.one_launch or self.splits > 2 else 2 * KEYS_PER_SPLIT
 
     @property
     def team(self) -> int:
