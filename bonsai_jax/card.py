@@ -1,5 +1,6 @@
 """A model's static figures: the kernels that run it, and the bytes that a decode step moves."""
 
+import dataclasses
 from collections.abc import Sequence
 
 from bonsai_jax.config import ModelConfig, RunConfig
@@ -19,6 +20,7 @@ def kernel_names(weights, rows: int) -> str:
 
 def step_names(params: Params, config: ModelConfig, rows: int = 1) -> str:
     """The same of a decode step for this number of rows: its schedule where that is not "launches"."""
+    params = params.replace(draft_model=None)
     schedule = params.step.schedule(rows)
     if schedule != "launches" and params.adapter is not None:
         from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
@@ -39,9 +41,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
     """Weight bytes that one decode step of a sequence reads, of a model that is not loaded: all but the
     embedding's, where a matrix of its own gives the logits, the table of the layers' vectors, and those of
     experts that it does not use."""
-    read = weight_bytes(description, run)
-    if description.draft is not None:
-        read -= weight_bytes(description.draft, run)
+    read = weight_bytes(dataclasses.replace(description, draft=None, draft_model=None), run)
     fields = {spec.field: sources for spec, sources in description.tensors.items() if spec.kind is None}
     looked_up = [fields["embed"][None]] if fields.get("head") else []
     looked_up += fields.get("vector_table", {}).values()

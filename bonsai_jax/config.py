@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, get_args
 
@@ -102,6 +103,7 @@ class ModelConfig:
     skipped          prefixes of tensor names that are not loaded: a draft layer, a vision tower
     draft            prefix of the draft layer's tensors (network/draft.py); None: the file has none, or it is
                      not loaded (RunConfig.draft)
+    draft_model      the model that proposes tokens for this one (RunConfig.draft_model); None: there is none
     """
 
     architecture: str
@@ -118,6 +120,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     skipped: tuple[str, ...] = ()
     draft: str | None = None
+    draft_model: "ModelConfig | None" = None
 
     def __post_init__(self):
         for name in ("hidden", "vocab_size", "context_length"):
@@ -281,6 +284,9 @@ class RunConfig:
                  holds that weights leave free
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
+    draft_model  a smaller model with the same vocabulary, as `load` takes it, which proposes tokens that this
+                 one checks (decoding/proposers/draft_model.py); None: there is none. It runs on one device,
+                 with this context, page_size and cache_dtype
     Raises ValueError for a value that a setting does not have; it lists those that it has.
     """
 
@@ -294,6 +300,7 @@ class RunConfig:
     context: int = 0
     batch_size: int = 0
     draft: bool = False
+    draft_model: str | None = None
 
     def __post_init__(self):
         for name, values in {
@@ -306,6 +313,16 @@ class RunConfig:
         }.items():
             arguments.set_field(self, name, arguments.one_of, values)
         arguments.set_field(self, "draft", arguments.flag)
+        if self.draft_model is not None:
+            object.__setattr__(self, "draft_model", _source("RunConfig: draft_model", self.draft_model))
+            if self.draft:
+                raise ValueError("RunConfig: draft and draft_model are two proposers; leave one of them out")
         arguments.set_field(self, "page_size", arguments.whole, 1, 2**20)
         arguments.set_field(self, "context", arguments.whole)
         arguments.set_field(self, "batch_size", arguments.whole)
+
+
+def _source(name: str, value: Any) -> str:
+    """A model's path or name."""
+    arguments.kind(name, value, (str, os.PathLike), "a path, or a name such as 'user/repo:Q8_0'")
+    return os.fspath(value)

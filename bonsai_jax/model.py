@@ -18,7 +18,7 @@ from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import chain, proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
-from bonsai_jax.network import architectures, draft, parallel
+from bonsai_jax.network import architectures, draft, draft_model, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.adapter import Adapter, refuse_split
@@ -26,6 +26,7 @@ from bonsai_jax.network.params import Params
 from bonsai_jax.sampling_params import SamplingParams
 from bonsai_jax.starting import start_device
 from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import differ_at
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
@@ -128,14 +129,15 @@ def load(
     Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture,
     NotImplementedError for an architecture, a format or an implementation that is not supported,
     MemoryError when weights and cache do not fit the device, and ValueError for weights that do not split
-    over the mesh.
+    over the mesh, and for a draft model (RunConfig.draft_model) with another vocabulary.
     """
     arguments.kind("source", source, (str, os.PathLike), "a path, or a name such as 'user/repo:Q8_0'")
     _check_load(run, mesh, progress, on_shapes)
     offline = arguments.flag("offline", offline)
     start_device()
     checkpoint = open_checkpoint(source, offline=offline)
-    return from_checkpoint(checkpoint, run, mesh=mesh, lora=lora, progress=progress, on_shapes=on_shapes)
+    more = {"offline": offline, "progress": progress, "on_shapes": on_shapes}
+    return from_checkpoint(checkpoint, run, mesh=mesh, lora=lora, **more)
 
 
 def from_checkpoint(
@@ -144,20 +146,21 @@ def from_checkpoint(
     *,
     mesh: jax.sharding.Mesh | None = None,
     lora: str | Sequence[str] = (),
+    offline: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
     on_shapes: Callable[[Model], None] | None = None,
 ) -> Model:
-    """`load` for a checkpoint that is open already."""
+    """`load` for a checkpoint that is open already; `offline` concerns its draft model."""
     if not isinstance(checkpoint, Checkpoint):
         name = type(checkpoint).__name__
         raise TypeError(f"checkpoint is a {name}; give what checkpoints.open_checkpoint returns")
     _check_load(run, mesh, progress, on_shapes)
     start_device()
-    description = architectures.describe(checkpoint, draft=run.draft)
-    try:  # before the plan, which needs the device
-        tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    except ValueError as error:
-        raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
+    proposes = opened_draft_model(run, offline=offline)
+    description = architectures.describe(checkpoint, draft=run.draft, draft_model=proposes)
+    tokenizer = _tokenizer(checkpoint)  # before the plan, which needs the device
+    if proposes is not None:
+        _check_vocabulary(checkpoint.source, tokenizer, proposes.source, _tokenizer(proposes))
     mesh = None if mesh is None else placement.usable(mesh)
     where = placement.Placement(mesh, run.all_reduce)
     load_plan = plan(description, run, where)
@@ -179,11 +182,39 @@ def from_checkpoint(
     return model(network_params.load(load_plan, progress, STACKS_AT_ONCE if on_one_gpu else 1))
 
 
+def opened_draft_model(run: RunConfig, *, offline: bool = False) -> Checkpoint | None:
+    """The checkpoint of RunConfig.draft_model; None: there is none."""
+    return None if run.draft_model is None else open_checkpoint(run.draft_model, offline=offline)
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    try:
+        return Tokenizer.from_checkpoint(checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
+
+
+def _check_vocabulary(source: str, tokens: Tokenizer, draft_source: str, draft_tokens: Tokenizer) -> None:
+    """Raise ValueError for a draft model with another vocabulary than the model."""
+    if (at := differ_at(tokens, draft_tokens)) is None:
+        return
+    own, other = (repr(t.texts[at]) if at < len(t.texts) else "missing" for t in (tokens, draft_tokens))
+    raise ValueError(
+        f"draft_model: {draft_source} has another vocabulary than {source}: token {at} is {other}, not "
+        f"{own}; give a smaller model of the same family"
+    )
+
+
 def _check_load(run: Any, mesh: Any, progress: Any, on_shapes: Any) -> None:
     forks.check()
     arguments.kind("run", run, RunConfig, "bj.RunConfig, such as bj.RunConfig(context=8192)")
     if mesh is not None:
         placement.usable(mesh)
+    if mesh is not None and run.draft_model is not None:
+        raise NotImplementedError(
+            "draft_model over a mesh: a draft model runs on one device, beside its model; leave out "
+            "draft_model, or the mesh (--tensor-parallel, --data-parallel)"
+        )
     arguments.function("progress", progress)
     if on_shapes is not None:
         arguments.function("on_shapes", on_shapes)
@@ -221,7 +252,7 @@ def new_state(
     where "mtp" lacks its draft layer.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
-                can (speculation.py)
+                can (speculation.py). A model with a draft model has "draft_model", and no other
     Raises ValueError for values that are out of range or more or fewer than the sequences, MemoryError for a
     cache that no device holds.
     """
@@ -237,9 +268,13 @@ def start_state(
     *,
     ignore_eos: bool = False,
     speculate: str | None = None,
+    checkpoints: int = 0,
 ) -> core.State:
-    """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them."""
-    rows = cache.lengths.shape[0]
+    """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them.
+
+    checkpoints  those of the cache (cache.empty)
+    """
+    rows, speculate = cache.lengths.shape[0], chosen_proposer(model, speculate)
     ignore_eos = arguments.flag("ignore_eos", ignore_eos)
     stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
     state = core.start(
@@ -252,30 +287,49 @@ def start_state(
         check_chained(speculate)
         state = state.replace(chain=_chain(model, cache, params))
     if speculate is not None:
-        check_speculate(model, speculate)
         device_rows = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, device_rows)
-        if proposers.get(speculate).DRAFTS:
+        loads = proposers.get(speculate).LOADS
+        if loads == "draft":
             whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
             new = new.replace(draft=draft.empty(whole, model.run, rows, cache.num_pages))
+        elif loads == "draft_model":
+            proposes: Any = model.config.draft_model
+            new = new.replace(draft=draft_model.empty(proposes, model.run, cache, checkpoints))
         state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)
 
 
-def check_speculate(model: Model, speculate: str) -> None:
-    """Raise NotImplementedError for no proposer's name, ValueError for one that this model cannot use."""
-    if proposers.get(speculate).DRAFTS and model.params.draft is None:
+NEEDS = {
+    "draft": "the draft layer; load the model with RunConfig(draft=True)",
+    "draft_model": 'a draft model; load the model with RunConfig(draft_model="small.gguf")',
+}
+
+
+def chosen_proposer(model: Model, speculate: str | None) -> str | None:
+    """The proposer of this model's steps: the one that was asked for, else the draft model, where there is
+    one. Raises NotImplementedError for no proposer's name, ValueError for one that this model cannot use."""
+    implied = None if model.config.draft_model is None else "draft_model"
+    if speculate is None:
+        return implied
+    loads = proposers.get(speculate).LOADS
+    if implied not in (None, speculate):
         raise ValueError(
-            f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
+            f"speculate={speculate!r}, but this model has the draft model {model.run.draft_model!r}, which "
+            "proposes its tokens; leave one of them out"
         )
+    if loads is not None and getattr(model.params, loads) is None:
+        raise ValueError(f"speculate={speculate!r} needs {NEEDS[loads]}")
+    return speculate
 
 
 def check_chained(speculate: str | None) -> None:
     """Raise NotImplementedError for SamplingParams.chained where steps speculate."""
     if speculate is not None:
+        other = "the draft model" if speculate == "draft_model" else "speculate"
         raise NotImplementedError(
             f"SamplingParams: min_tokens, DRY, top_n_sigma, typical_p, XTC, dynatemp_range and mirostat with "
-            f"speculate={speculate!r}; leave speculate or these out"
+            f"speculate={speculate!r}; leave {other} or these out"
         )
 
 

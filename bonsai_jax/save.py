@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from bonsai_jax import arguments
-from bonsai_jax.config import ModelConfig
+from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding.chain import Chain
 from bonsai_jax.decoding.dry import Dry
 from bonsai_jax.decoding.sampling import Sampler, kernel
@@ -23,6 +23,7 @@ from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, parallel
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.draft import DraftState, with_kernels
+from bonsai_jax.network.draft_model import DraftModelState
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights import placement
 
@@ -59,6 +60,8 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
         if state.speculation is not None:
             metadata["proposer"] = state.speculation.proposer
             metadata["speculation_width"] = str(state.speculation.width)
+            if isinstance(state.speculation.draft, DraftModelState):
+                metadata["draft_chunk"] = str(state.speculation.draft.chunk or "")
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         save_file({name: parallel.fetch(a) for name, a in arrays.items()}, unfinished, metadata)
@@ -70,7 +73,9 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
 def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     """What `save_state` wrote, on this model's devices: generation goes on as if it had never stopped.
 
-    Kernels of attention and of the draw are those that this process chooses for the model, whatever wrote the
+    A state that speculates with a draft model has that model's keys and values too, but not its weights: it
+    needs a model that was loaded with a draft model of the same shape. Kernels of attention and of the draw
+    are those that this process chooses for the model, whatever wrote the
     file.
     Raises ValueError for another file, and for a state that does not fit the model: layers, KV heads,
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
@@ -101,7 +106,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         sampler = Sampler(keys=keys, impl=kernel(model.config.vocab_size, model.run.impl), **sampler)
         if "speculation" in fields:
             how = {"proposer": metadata["proposer"], "width": int(metadata["speculation_width"])}
-            fields["speculation"] = _speculation(path, fields["speculation"], how, model)
+            chunk = metadata.get("draft_chunk")
+            fields["speculation"] = _speculation(path, fields["speculation"], how, chunk, model)
         if "chain" in fields:
             own = fields["chain"]
             fields["chain"] = Chain(**own | {"dry": Dry(**own["dry"])})
@@ -115,22 +121,35 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
 def _cache(fields: dict[str, Any], metadata: dict[str, str], config: ModelConfig) -> KVCache:
     """The cache of a file: states by kind, and within a kind by the number of their group. The file has
     nothing of layers that read another layer's keys."""
-    states, stored = {}, fields.pop("states")
+    states = _states(fields.pop("states"), config)
+    return KVCache(**fields, states=states, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)
+
+
+def _states(stored: dict[str, Any], config: ModelConfig) -> dict[str, tuple[Any, ...]]:
+    """KVCache.states of a file's arrays."""
+    states = {}
     for number, group in enumerate(config.groups("attention")):
         if group.settings.reads is not None:
             stored["attention"].setdefault(str(number), {})
     for kind, groups in stored.items():
         in_order = sorted(groups.items(), key=lambda item: int(item[0]))
         states[kind] = tuple(kinds.get(kind).State(**state) for _, state in in_order)
-    return KVCache(**fields, states=states, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)
+    return states
 
 
-def _speculation(path, fields: dict[str, Any], how: dict[str, Any], model: Model) -> Speculation:
-    """What a file's state speculates with. Raises ValueError where only one of it and the model has a draft
-    layer."""
-    draft = None
-    if "draft" in fields:
-        stored = fields.pop("draft")
+def _speculation(
+    path, fields: dict[str, Any], how: dict[str, Any], chunk: str | None, model: Model
+) -> Speculation:
+    """What a file's state speculates with; chunk: of its draft model. Raises ValueError where only one of it
+    and the model has a draft layer, or a draft model."""
+    draft, stored = None, fields.pop("draft", None)
+    if chunk is not None and stored is not None:
+        config: Any = model.config.draft_model
+        _check(path, "a draft model", True, config is not None)
+        states = _states(stored["states"], config)
+        _check_states(path, states, config, model.run, fields["ids"].shape)
+        draft = DraftModelState(kv.with_kernels(states, config, model.run), int(chunk) if chunk else None)
+    elif stored is not None:
         _check(path, "a draft layer", True, model.config.draft is not None)
         state = kinds.get("attention").State(**stored.pop("attention"))
         draft = with_kernels(DraftState(state, **stored), model.config, model.run)
@@ -147,13 +166,20 @@ def _check_cache(path, cache: KVCache, model: Model) -> None:
         )
     # Devices that share fewer KV heads than they are have copies of them.
     whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
-    expected = jax.eval_shape(lambda: kv.empty_states(whole, run, Room(len(cache.lengths), cache.capacity)))
-    for kind in expected | cache.states:
-        own, others = cache.states.get(kind, ()), expected.get(kind, ())
+    _check_states(path, cache.states, whole, run, (len(cache.lengths), cache.capacity))
+
+
+def _check_states(
+    path, states: dict[str, tuple[Any, ...]], config: ModelConfig, run: RunConfig, size: tuple[int, int]
+) -> None:
+    """Raise ValueError for states that are not of this config's shapes. size: rows, and tokens of each."""
+    expected = jax.eval_shape(lambda: kv.empty_states(config, run, Room(*size)))
+    for kind in expected | states:
+        own, others = states.get(kind, ()), expected.get(kind, ())
         _check(path, f"groups of layers with {kind}", len(own), len(others))
         for state, other in zip(own, others, strict=True):
-            for name, size in other.sizes().items():
-                _check(path, name, state.sizes()[name], size)
+            for name, expects in other.sizes().items():
+                _check(path, name, state.sizes()[name], expects)
 
 
 def _check(path, what: str, stored: Any, expected: Any) -> None:

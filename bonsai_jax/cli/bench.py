@@ -60,7 +60,7 @@ def command(
             "no such test.",
         ),
     ] = "0",
-    speculate: options.Speculate = None,
+    speculation: options.SpeculationOptions,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, metavar="N", help="Timed runs of each test.")
     ] = 5,
@@ -104,7 +104,7 @@ def command(
 
     longest = max(sizes[0] + sizes[1] + sampled_sizes) + max(sizes[2])
     context = max(longest, 2 * bench.BATCH_TOKENS if any(batch_sizes) else 0)
-    config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
+    config = run.config(context=context, all_reduce=devices.all_reduce, speculation=speculation)
     checkpoint = model.checkpoint()
     limit = architectures.config_of(checkpoint).context_length
     if context > limit:
@@ -123,7 +123,12 @@ def command(
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[form]():
         print(header)
     with bar("measuring") as update:
-        how = {"sampled": sampled_sizes, "batches": batch_sizes, "speculate": speculate, "progress": update}
+        how = {
+            "sampled": sampled_sizes,
+            "batches": batch_sizes,
+            "speculate": speculation.proposer,
+            "progress": update,
+        }
         for row in bench.measure(loaded, *sizes, repetitions, **how):
             if form == "md":
                 print(bench.markdown(row, size_bytes, parameters), flush=True)

@@ -55,7 +55,7 @@ def command(
     ] = None,
     max_new_tokens: options.NewTokens = 128,
     context: options.Context = 0,
-    speculate: options.Speculate = None,
+    speculation: options.SpeculationOptions,
     as_json: options.Json = False,
     answers: options.AnswerOptions,
     constraints: options.ConstraintOptions,
@@ -68,7 +68,7 @@ def command(
     --lines, answer the prompt on each line.
 
     With --json, stdout has one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason,
-    timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl; with --speculate tokens_per_step.
+    timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl; with speculation tokens_per_step.
     """
     if len([x for x in (prompt, prompt_option, file) if x is not None]) > 1:
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
@@ -86,7 +86,7 @@ def command(
         context=context,
         all_reduce=devices.all_reduce,
         batch_size=(batch_size or 0) if lines else 1,
-        speculate=speculate,
+        speculation=speculation,
     )
     processes.join()
 
@@ -98,7 +98,7 @@ def command(
         encoded = [encode(prompt) for prompt in prompts]
         longest = max(1, loaded.run.context - max(map(len, encoded)))
         most = max_new_tokens if max_new_tokens >= 0 else longest
-        how = {"max_new_tokens": most, "sampling": params, "speculate": speculate}
+        how = {"max_new_tokens": most, "sampling": params, "speculate": speculation.proposer}
         if constraint is None or answers.think is not False:
             return encoded, how | {"constraint": constraint}
         thought = first_thought(loaded.tokenizer, encoded[0], thinks=False)  # all prompts end alike
@@ -125,7 +125,7 @@ def command(
             print(text.json_line({name: getattr(output, name) for name in fields}))
         return
     (ids,) = encoded
-    figures = Figures(len(ids), clock, speculates=speculate is not None)
+    figures = Figures(len(ids), clock, speculates=speculation.proposer is not None)
     pieces, shown = bj.stream(loaded, ids, **how), thoughts.Shown(answer_parser(loaded.tokenizer, ids))
     answer = streamed.Streamed()
     with answer.lines_between():

@@ -91,7 +91,13 @@ class LoadOptions(ModelOptions):
         checkpoint = checkpoint or self.checkpoint()  # a download shows a bar of its own
         with bar("loading") as update:
             loaded = bj.from_checkpoint(
-                checkpoint, run, mesh=mesh, lora=self.lora or (), progress=update, on_shapes=on_shapes
+                checkpoint,
+                run,
+                mesh=mesh,
+                lora=self.lora or (),
+                offline=self.offline,
+                progress=update,
+                on_shapes=on_shapes,
             )
         if missing := memory.missing_extra(architectures.describe(checkpoint), loaded.run):
             print(missing, file=sys.stderr)
@@ -142,14 +148,54 @@ class RunOptions:
         context: int,
         all_reduce: choices.AllReduce = "auto",
         batch_size: int = 1,
-        speculate: str | None = None,
+        speculation: "SpeculationOptions | None" = None,
     ) -> "RunConfig":
-        """The RunConfig; it loads the draft layer if `speculate` names a proposer that needs it."""
+        """The RunConfig; it loads what the proposer needs."""
         from bonsai_jax import RunConfig
 
-        draft = speculate is not None and proposers.get(speculate).DRAFTS
-        others = {"context": context, "all_reduce": all_reduce, "batch_size": batch_size, "draft": draft}
-        return RunConfig(**dataclasses.asdict(self), **others)
+        others = {"context": context, "all_reduce": all_reduce, "batch_size": batch_size}
+        return RunConfig(
+            **dataclasses.asdict(self), **others, **({} if speculation is None else speculation.loads)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeculationOptions:
+    """Whether a step draws several tokens, and who proposes them."""
+
+    speculate: Annotated[
+        Literal[*proposers.names()] | None,  # pyrefly: ignore
+        typer.Option(
+            help="Draw the same tokens in fewer steps, by guessing several and checking them at once. ngram "
+            "guesses what followed the newest tokens earlier in the text; mtp asks the draft layer in the "
+            "model's file; draft_model asks the model of --draft, which implies it."
+        ),
+    ] = None
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="A smaller model with the same vocabulary, which guesses the tokens; named as with -m.",
+        ),
+    ] = None
+
+    @property
+    def proposer(self) -> str | None:
+        """The proposer's name; None: steps do not speculate. Raises BadParameter for options that contradict
+        each other."""
+        if self.speculate == "draft_model" and self.draft is None:
+            raise typer.BadParameter("--speculate draft_model needs --draft MODEL")
+        if self.draft is not None and self.speculate not in (None, "draft_model"):
+            raise typer.BadParameter(f"--draft MODEL and --speculate {self.speculate}: give one of them")
+        return self.speculate if self.draft is None else "draft_model"
+
+    @property
+    def loads(self) -> dict[str, Any]:
+        """Fields of RunConfig."""
+        name = self.proposer
+        if name is None or (needs := proposers.get(name).LOADS) is None:
+            return {}
+        return {needs: True if self.draft is None else self.draft}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,14 +381,6 @@ Context = Annotated[
         min=0,
         metavar="N",
         help="Most tokens of a prompt and its answer together; 0: the model's own limit, at most 4096.",
-    ),
-]
-Speculate = Annotated[
-    Literal[*proposers.names()] | None,  # pyrefly: ignore
-    typer.Option(
-        help="Draw the same tokens in fewer steps, by guessing several and checking them at once. ngram "
-        "guesses what followed the newest tokens earlier in the text; mtp asks the draft layer in the "
-        "model's file."
     ),
 ]
 DataParallel = Annotated[

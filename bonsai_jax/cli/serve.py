@@ -214,7 +214,7 @@ def command(
         bool,
         typer.Option(help="Compile every program at the start, or each when a request first needs it."),
     ] = True,
-    speculate: options.Speculate = None,
+    speculation: options.SpeculationOptions,
     data_parallel: options.DataParallel = 1,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Log requests for health and metrics too.")
@@ -240,7 +240,7 @@ def command(
         context=context,
         all_reduce=devices.all_reduce,
         batch_size=batch_size if pages is None else 1,  # loading checks whether a cache for these fits
-        speculate=speculate,
+        speculation=speculation,
     )
     socket = serving.bound(place.host, place.port)
     level = logging.DEBUG if verbose else logging.INFO
@@ -255,8 +255,9 @@ def command(
     from bonsai_jax.protocols import fields
 
     if (drawing := sampling.params()).chained:
-        check_chained(speculate)
-    how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages, "speculate": speculate}
+        check_chained(speculation.proposer)
+    how: dict[str, Any] = {"max_batch_size": batch_size or None, "pages": pages}
+    how |= {"speculate": speculation.proposer}
     how |= {"logprobs": fields.MOST_LOGPROBS, "logit_biases": logit_biases}
 
     def adapters(config: "ModelConfig") -> "dict[str, Adapter]":

@@ -312,6 +312,17 @@ def sample(
     return tokens, s.replace(seen=seen, counts=counts)
 
 
+def guess(s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
+    """What `sample` would draw without penalties. Counts nothing, so no table is read or copied."""
+    rows, zeros = len(s.keys), jnp.zeros(len(s.keys))
+    neutral = {"presence_penalty": zeros, "frequency_penalty": zeros, "repetition_penalty": zeros + 1}
+    none = {
+        "seen": jnp.zeros((1, logits.shape[1]), bool),
+        "counts": jnp.zeros((1, logits.shape[1]), jnp.int32),
+    }
+    return sample(s.replace(**neutral, **none, table=jnp.ones(rows, jnp.int32)), logits, positions)[0]
+
+
 def rules(s: Sampler, allowed: UInt32[Array, "B words"] | None = None) -> Rules:
     """The rules of a draw; allowed: as for `sample`."""
     same = [name for name in Rules._fields if name not in ("table", "allowed")]

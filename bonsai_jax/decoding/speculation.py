@@ -70,9 +70,10 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
 TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
 KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
-KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
-TRUSTED = 0.5  # from here on a row looks at each step: most of its next tokens will be proposed
+ALONE_AT_COST = 8  # such steps where a look takes a step of a draft model, which then reads them at once
+TRUSTED = 0.5  # from here on a row looks at each step, where that takes no time: most tokens will be proposed
+KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
 
 def widths(most: int) -> list[int]:
@@ -94,21 +95,27 @@ def tokens_to_read(
     proposals: Int[Array, "B W-1"],
     running: Bool[Array, "B"],
     keys: float | Float[Array, "B"] = 0.0,
+    share: float = 0.0,
 ) -> Int[Array, ""]:
     """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
 
         a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
 
-    keys  the time in which a token reads its row's keys (`key_time`): each token of a step does
+        in      time(T) + share [(T - 1) time(1) + time(T)],    time(1) = 1
+
+    keys   the time in which a token reads its row's keys (`key_time`): each token of a step does
+    share  the time of a step of a draft model: it draws T - 1 tokens one by one, and afterwards reads the
+           accepted ones together
     """
+    rows, all_keys = len(running), jnp.where(running, keys, 0).sum()
     # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
     choice, best, tokens, p = jnp.int32(0), MARGIN, running.astype(jnp.float32), 1.0
-    all_keys = jnp.where(running, keys, 0).sum()
     for number, (narrower, width) in enumerate(itertools.pairwise(widths(s.width)), 1):
         for column in range(narrower - 1, width - 1):
             p = p * s.trust
             tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
-        time = (_time(len(running) * width) + width * all_keys) / (_time(len(running)) + all_keys)
+        drafting = share * ((width - 1) * _time(rows) + _time(rows * width))
+        time = (_time(rows * width) + width * all_keys + drafting) / (_time(rows) + all_keys)
         gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
         choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
     return choice
@@ -145,13 +152,13 @@ def note(
 def follow(
     params: Params,
     state: State,
-    hidden: Float[Array, "B T H"],
+    hidden: Float[Array, "B T H"] | None,
     tokens: Int[Array, "B T"] | Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     config: ModelConfig,
 ) -> State:
-    """The state with the draft layer, where the proposer has one, after the tokens at these positions (-1:
-    none), which the model has read; hidden: what it made of them."""
+    """The state with the draft layer or the draft model, where the proposer has one, after the tokens at
+    these positions (-1: none), which the model has read; hidden: what it made of them."""
     s = state.speculation
     if s is None or s.draft is None:
         return state
@@ -177,9 +184,11 @@ def decode(
     """
     assert state.speculation is not None
     rows, width = state.tokens.shape[0], state.speculation.width
-    propose = proposers.get(state.speculation.proposer).propose
+    proposer = proposers.get(state.speculation.proposer)
     options = {"config": config, "logprobs": logprobs, **options}
-    plain, most = functools.partial(plain, params, **options), max(width, ALONE)
+    plain, share = functools.partial(plain, params, **options), proposer.time(params, config)
+    steps_alone = ALONE if share == 0 else ALONE_AT_COST
+    most = max(width, steps_alone)
     each_key = key_time(params, state.cache, config)
 
     def room(state, written):
@@ -193,20 +202,24 @@ def decode(
         i, state, written, out = carry
         left = room(state, written)
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
-        proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
+        proposals, state = proposer.propose(params, state, config, width - 1)  # [B, T - 1]
         proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
 
         def alone(state):
+            if share > 0:
+                at_most = jnp.minimum(limit - i, steps_alone)
+                run = functools.partial(_alone, plain, left=left, proposals=proposals, limit=at_most)
+                return _followed_together(run, params, state, config, most, logprobs)
             trusted = jnp.any((left > 0) & (state.speculation.trust > TRUSTED))
-            most_alone = jnp.where(trusted, 1, ALONE)
-            return _alone(plain, state, left, proposals, jnp.minimum(limit - i, most_alone), logprobs)
+            at_most = jnp.minimum(limit - i, jnp.where(trusted, 1, steps_alone))
+            return _alone(plain, state, left, proposals, at_most, most, logprobs)
 
         def with_proposals(count, state):
             drawn = step(params, state, proposals[:, : count - 1], left > 0, **options)
             return 1, (left > 0).astype(jnp.int32), _widened(drawn, most)
 
         made, steps, (state, tokens, scores) = jax.lax.switch(
-            tokens_to_read(state.speculation, proposals, left > 0, each_key * state.cache.lengths),
+            tokens_to_read(state.speculation, proposals, left > 0, each_key * state.cache.lengths, share),
             [alone, *(functools.partial(with_proposals, count) for count in widths(width)[1:])],
             state,
         )
@@ -337,16 +350,16 @@ def _alone(
     left: Int[Array, "B"],
     proposals: Int[Array, "B W-1"],
     limit: Int[Array, ""],
+    most: int,
     logprobs: int | None,
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
     """Up to `limit` plain steps without reading proposals. They end early when a token is drawn that was
     proposed for its place, because proposals may pay again.
 
     left   tokens that each row may still draw
-    Returns the number of steps, the number in which each row drew a token, and what was drawn,
-    [B, max(W, ALONE)].
+    Returns the number of steps, the number in which each row drew a token, and what was drawn, [B, most].
     """
-    rows, most = len(left), max(proposals.shape[1] + 1, ALONE)
+    rows = len(left)
     expected = jnp.pad(proposals, ((0, 0), (0, most - proposals.shape[1])), constant_values=NO_TOKEN)
 
     def running(j, state):
@@ -374,6 +387,26 @@ def _alone(
     carry = jnp.int32(0), jnp.zeros(rows, jnp.int32), state, out, jnp.bool_(False)
     j, steps, state, (tokens, scores), _ = jax.lax.while_loop(unfinished, body, carry)
     return j, steps, Drawn(state, tokens, scores)
+
+
+def _followed_together(
+    alone: Callable[..., tuple[Int[Array, ""], Int[Array, "B"], Drawn]],
+    params: Params,
+    state: State,
+    config: ModelConfig,
+    most: int,
+    logprobs: int | None,
+) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
+    """The plain steps of `alone`, up to `most`, whose tokens the draft model reads afterwards, together."""
+    s: Any = state.speculation
+    first, parted = state.cache.lengths, state.replace(speculation=s.replace(draft=None))
+    made, steps, drawn = alone(state=parted, most=most, logprobs=logprobs)
+    after: Any = drawn.state.speculation
+    positions = first[:, None] + jnp.arange(most)
+    positions = jnp.where(positions < drawn.state.cache.lengths[:, None], positions, -1)
+    tokens = jnp.take_along_axis(after.ids, jnp.maximum(positions, 0), 1)
+    own = drawn.state.replace(speculation=after.replace(draft=s.draft))
+    return made, steps, drawn._replace(state=follow(params, own, None, tokens, positions, config))
 
 
 def _widened(drawn: Drawn, width: int) -> Drawn:

@@ -9,6 +9,7 @@ from bonsai_jax.decoding.chain import Chain
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.draft import DraftState
+from bonsai_jax.network.draft_model import DraftModelState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from pallas_kernels import serializable
 
@@ -22,7 +23,7 @@ class Speculation(struct.PyTreeNode):
     steps     int32 [B], the steps of `decode` in which a row drew tokens: with the number of its tokens, how
               many one step gave
     trust     float32 [B], 0 to 1: the share of a row's latest proposals that were right (speculation.learned)
-    draft     what the draft layer stores, where the proposer needs it
+    draft     what the draft layer or the draft model stores, where the proposer needs one
     proposer  a file of proposers/
     width     most tokens of a row in one step, its newest among them
     """
@@ -30,7 +31,7 @@ class Speculation(struct.PyTreeNode):
     ids: Int[Array, "B capacity"]
     steps: Int[Array, "B"]
     trust: Float[Array, "B"]
-    draft: DraftState | None = None
+    draft: DraftState | DraftModelState | None = None
     proposer: str = struct.field(pytree_node=False, default="ngram")
     width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
 

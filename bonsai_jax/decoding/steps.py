@@ -229,7 +229,7 @@ def extend(
     check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
-    hidden, cache = _forward(params, cache, tokens, positions, config, taps)
+    hidden, cache = decoder.read(params, tokens, positions, cache, config, taps)
     return decoder.unembed(params, hidden, config), cache
 
 
@@ -346,7 +346,7 @@ def read(
     vector after each row's last token, and the cache."""
 
     def forward(cache, tokens, positions):
-        return _forward(params, cache, tokens, positions, config, taps)
+        return decoder.read(params, tokens, positions, cache, config, taps)
 
     return _in_chunks(forward, cache, cache, tokens, lengths, config)
 
@@ -434,31 +434,9 @@ def _read(
     taps: Taps | None,
 ) -> tuple[jax.Array, State]:
     """Hidden vectors after these tokens, and the state whose cache, and whose proposer, has read them."""
-    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
+    hidden, cache = decoder.read(params, tokens, positions, state.cache, config, taps)
     state = state.replace(cache=cache)
     return hidden, speculation.follow(params, state, hidden, tokens, positions, config)
-
-
-def _forward(
-    params: Params,
-    cache: KVCache,
-    tokens: jax.Array,
-    positions: jax.Array,
-    config: ModelConfig,
-    taps: Taps | None,
-) -> tuple[jax.Array, KVCache]:
-    """Hidden vectors after these tokens, and the cache that has read them."""
-    size, width = cache.chunk, tokens.shape[1]
-    if size is None or width <= size:
-        num_keys = positions.max() + 1
-        hidden, cache, _ = decoder.decoder(params, tokens, positions, cache, config, num_keys, taps)
-        return hidden, cache
-    pieces = []  # a ring of pages has no room for more at once
-    for first in range(0, width, size):
-        part = slice(first, first + size)
-        hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
-        pieces.append(hidden)
-    return jnp.concatenate(pieces, axis=1), cache
 
 
 def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

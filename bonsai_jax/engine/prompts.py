@@ -14,7 +14,7 @@ from bonsai_jax import arguments, constraints
 from bonsai_jax.constraints import Constraint
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import checked_list
-from bonsai_jax.model import Model, check_chained, check_model, check_speculate
+from bonsai_jax.model import Model, check_chained, check_model, chosen_proposer
 from bonsai_jax.network import parallel
 from bonsai_jax.network.layer_vectors import refuse_vectors
 from bonsai_jax.network.taps import Taps
@@ -34,7 +34,8 @@ def step_options(
     sampling: Sequence[SamplingParams] = (),
 ) -> dict[str, Any]:
     """Options of a loop's steps. Raises ValueError or TypeError for those that a generation does not support,
-    and NotImplementedError for an unknown `speculate`, or one with this sampling."""
+    and NotImplementedError for an unknown `speculate`, or one with this sampling. A model's draft model is in
+    `speculate` of the result, though nobody asked for it."""
     if taps is not None:
         arguments.kind("taps", taps, Taps, "bj.Taps(edit=...)")
     if logits_processor is not None:
@@ -46,8 +47,7 @@ def step_options(
         )
     if logprobs is not None:
         logprobs = arguments.whole("logprobs", logprobs, 0, model.config.vocab_size)
-    if speculate is not None:
-        check_speculate(model, speculate)
+    speculate = chosen_proposer(model, speculate)
     if any(params.chained for params in sampling):
         check_chained(speculate)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}

@@ -311,16 +311,16 @@ def _with_tables(state: State, its: sampling.Sampler, table: Int[Array, "R"] | N
 
 
 def states_of(state: State) -> Any:
-    """What mixers store, those of the draft layer too."""
+    """What mixers store, those of the draft layer or the draft model too."""
     s = state.speculation
-    return state.cache.states, None if s is None or s.draft is None else s.draft.attention
+    return state.cache.states, None if s is None or s.draft is None else s.draft.states
 
 
 def with_states(state: State, states: Any) -> State:
     """With what mixers store, as `states_of` has it."""
     s, (own, draft) = state.speculation, states
     if s is not None and s.draft is not None:
-        state = state.replace(speculation=s.replace(draft=s.draft.replace(attention=draft)))
+        state = state.replace(speculation=s.replace(draft=s.draft.with_states(draft)))
     return state.replace(cache=state.cache.replace(states=own))
 
 

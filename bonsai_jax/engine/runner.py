@@ -239,7 +239,8 @@ class Runner:
         )  # fmt: skip
         biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
-        state = start_state(model, cache, room, 0, speculate=o.speculate)
+        checkpoints = o.checkpoints * self.data
+        state = start_state(model, cache, room, 0, speculate=o.speculate, checkpoints=checkpoints)
         if o.adapters:
             state = state.replace(adapter=parallel.place_rows(np.zeros(rows, np.int32), model.mesh))
         return state.replace(sampler=state.sampler.replace(scored=o.sampled_logprobs))

@@ -8,8 +8,8 @@ guesses, several tokens at once.
 The host needs p1 and p2 for the masks, before they are read. So a draw proposes what follows, and the next
 read proposes the same again, from the same text. The host leaves out proposals that a constraint forbids.
 
-Only proposers without a draft layer, and caches without recurrent states: these could not be rewound in
-another program than the one that reads.
+Only proposers without a draft layer or draft model, and caches without recurrent states: these could not be
+rewound in another program than the one that reads.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ from bonsai_jax.network.taps import Taps
 
 def guess_width(speculate: str | None, recurrent: bool, rows: int) -> int:
     """Tokens of a row with a constraint in one step; 1: it does not guess. rows: most of a device."""
-    if speculate is None or recurrent or proposers.get(speculate).DRAFTS:
+    if speculate is None or recurrent or proposers.get(speculate).LOADS is not None:
         return 1
     return speculation.width(rows)
 

@@ -239,7 +239,7 @@ class Test:
         moved = self.bytes_moved() * mean / tokens
         return Row(
             **origin(),
-            impl=card.kernel_names(params, self.rows * self.tokens)
+            impl=card.kernel_names(params.replace(draft_model=None), self.rows * self.tokens)
             if self.kind == "pp"
             else card.step_names(params, self.model.config, self.rows),
             model=self.model.name,

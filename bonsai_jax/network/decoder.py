@@ -236,6 +236,29 @@ def decoder(
     return x, kv.advance(cache, positions), read
 
 
+def read(
+    params: Params,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    config: ModelConfig,
+    taps: Taps | None = None,
+) -> tuple[Float[Array, "B T H"], KVCache]:
+    """`decoder` for any number of tokens: where windows are rings of pages, as many at once as these take.
+    Returns the hidden vectors after them, and the cache that has read them."""
+    size, width = cache.chunk, tokens.shape[1]
+    if size is None or width <= size:
+        num_keys = positions.max() + 1
+        hidden, cache, _ = decoder(params, tokens, positions, cache, config, num_keys, taps)
+        return hidden, cache
+    pieces = []
+    for first in range(0, width, size):
+        part = slice(first, first + size)
+        hidden, cache = read(params, tokens[:, part], positions[:, part], cache, config, taps)
+        pieces.append(hidden)
+    return jnp.concatenate(pieces, axis=1), cache
+
+
 def _as_rows(params: Params, tokens: jax.Array, cache: KVCache, config: ModelConfig) -> bool:
     """Whether a decode step of several tokens of each sequence is one of as many rows of one token. Kernels
     for one token attend to keys of rows that are read in the same launch (attention/decode_token.py), but

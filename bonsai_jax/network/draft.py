@@ -36,6 +36,15 @@ class DraftState(struct.PyTreeNode):
     attention: attention.State
     hidden: Float[Array, "B H"]
 
+    @property
+    def states(self) -> attention.State:
+        """What its mixer stores."""
+        return self.attention
+
+    def with_states(self, states: attention.State) -> "DraftState":
+        """The same with other `states`."""
+        return self.replace(attention=states)
+
 
 def empty(config: ModelConfig, run: RunConfig, rows: int, pages: int) -> DraftState:
     """The state of rows that have read nothing; `pages` as many as the block table deals out."""

@@ -1,5 +1,6 @@
 """The weights of a model: for each kind of layer its own dataclass, and what belongs to no layer."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,7 @@ class Params(struct.PyTreeNode):
     peers     where devices write into each other's memory for the sums of a decode step
               (pallas_kernels/all_reduce.py); None where they are jax.lax.psum
     draft     the draft layer, where it is loaded
+    draft_model  the weights of the model that proposes tokens (draft_model.py), where there is one
     layer_vectors  of the vectors that tokens have for each layer; None: they have none
     adapter   low-rank changes beside the matrices of layers (docs/adapters.md); None: there are none. With
               it a decode step is one launch, or launched product by product (fused.beside_adapter)
@@ -75,6 +77,7 @@ class Params(struct.PyTreeNode):
     rope_frequencies: tuple[Float[Array, "R"], ...]
     peers: Int[Array, "data model devices+2 2"] | None = None
     draft: Draft | None = None
+    draft_model: "Params | None" = None
     layer_vectors: LayerVectors | None = None
     adapter: Adapter | None = None
     step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
@@ -91,7 +94,12 @@ def load(
 
 
 def assembled(plan: LoadPlan, fields_read: list[Fields]) -> Params:
-    """Params of the fields that `read` returns for a plan: those of the model and of its draft layer."""
+    """Params of the fields that `read` returns for a plan: those of the model, of its draft layer and of its
+    draft model."""
+    if plan.draft_model is not None:
+        own = dataclasses.replace(plan, draft_model=None)
+        proposes = assembled(plan.draft_model, fields_read[-1:])
+        return assembled(own, fields_read[:-1]).replace(draft_model=proposes)
     placement, models = plan.placement, []
     for fields in fields_read:
         groups = fields["layers"].items()
@@ -123,7 +131,7 @@ def _layer_vectors(fields: Fields) -> LayerVectors | None:
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
     """Weight bytes that one decode step of so many rows reads: all but the embedding's other rows, where the
     model is not tied, those of the layers' vectors, and the experts that no row uses (Experts.share_read)."""
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params.replace(draft_model=None)))
     total -= 0 if params.head is None else params.embed.nbytes
     total -= 0 if params.layer_vectors is None else params.layer_vectors.table.nbytes
     for group, weights in zip(config.groups("experts"), params.layers.get("experts", ()), strict=True):

@@ -100,7 +100,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
 # Settings of a model that its fused launches know of, or that do not concern its layers.
 MODEL = {
     "architecture", "hidden", "vocab_size", "context_length", "rms_norm_eps", "layers", "embedding_scale",
-    "logit_scale", "logit_softcap", "skipped", "draft",
+    "logit_scale", "logit_softcap", "skipped", "draft", "draft_model",
 }  # fmt: skip
 LAYER = {"mixer", "channels", "output"}
 

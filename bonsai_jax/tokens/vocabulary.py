@@ -41,6 +41,9 @@ def marks(names: Mapping[str, int]) -> list[str]:
     return [text for text, is_mark in named if is_mark and text in names]
 
 
+MOST_MORE = 128  # tokens at its end that one of two vocabularies may lack, as in llama.cpp
+
+
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
     """The tokens of a file, and how it cuts text into them.
@@ -71,3 +74,14 @@ class Vocabulary:
     add_eos: bool
     chat_template: str | None
     encoder: Callable[[str, bool], list[int]]
+
+
+def differ_at(one: Vocabulary, other: Vocabulary) -> int | None:
+    """The first token that is another one in two vocabularies. None: they are the same, but for padding
+    (unused tokens) and up to MOST_MORE tokens at the end of one."""
+    sizes = [len(v.kinds.rstrip(bytes([UNUSED]))) for v in (one, other)]
+    both = min(sizes)
+    for id, texts in enumerate(zip(one.texts[:both], other.texts[:both], strict=True)):
+        if texts[0] != texts[1]:
+            return id
+    return None if max(sizes) - both <= MOST_MORE else both

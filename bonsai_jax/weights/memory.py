@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 
@@ -50,7 +51,7 @@ def _kernels(format: str, n: int, k: int, run: RunConfig) -> tuple[bool, str | N
 
 def bytes_per_token(config: ModelConfig, run: RunConfig) -> int:
     """Cache bytes for one more token of a sequence: keys and values of every layer that keeps them all, and
-    of the draft layer where it is loaded. `run` must be resolved (plan.resolve)."""
+    of the draft layer or the draft model where one is loaded. `run` must be resolved (plan.resolve)."""
     draft = config.attention.bytes_per_token(run) if config.draft else 0
     return draft + sum(n * mixer.bytes_per_token(run) for mixer, n in _mixers(config).items())
 
@@ -67,8 +68,10 @@ def copied_bytes(config: ModelConfig, run: RunConfig) -> int:
 
 
 def _mixers(config: ModelConfig) -> collections.Counter:
-    """How many layers have each mixer: most are alike, and each asks which kernels would run it."""
-    return collections.Counter(mixer for layer in config.layers for mixer in layer.mixers)
+    """How many layers, those of the draft model too, have each mixer: most are alike, and each asks which
+    kernels would run it."""
+    own = collections.Counter(mixer for layer in config.layers for mixer in layer.mixers)
+    return own if config.draft_model is None else own + _mixers(config.draft_model)
 
 
 def score_bytes(config: ModelConfig) -> int:
@@ -87,7 +90,7 @@ def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes beside the cache: the states that a step works on, or one layer's keys and values, which prefill
     puts there for a kernel that does not read them as they are stored; with every sequence full. `run` must
     be resolved."""
-    one = (mixer.scratch_bytes(run) for layer in config.layers for mixer in layer.mixers)
+    one = (mixer.scratch_bytes(run) for mixer in _mixers(config))
     return run.batch_size * (copied_bytes(config, run) + max(one, default=0))
 
 
@@ -184,10 +187,11 @@ def _without_kernel(description: Description, run: RunConfig) -> str | None:
 def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     """Raise MemoryError, with sums and the remedies that help, when a device's share of the weights, one in
     `parts`, and of a full cache and prefill's scratch, split by KV head, exceed its memory."""
-    limit = machine.device_memory()
+    limit, alone = machine.device_memory(), without_draft_model(description)
 
-    def fits(**changes) -> bool:
-        return sum(_share(description, dataclasses.replace(run, **changes), parts)) <= limit
+    def fits(**changes: Any) -> bool:
+        own = description if changes.pop("with_draft_model", True) else alone
+        return sum(_share(own, dataclasses.replace(run, **changes), parts)) <= limit
 
     if fits():
         return
@@ -196,6 +200,7 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
         "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
         "lower batch_size": ("batch_size", 1),
         "lower context": ("context", 1),
+        **({"leave the draft model out": ("with_draft_model", False)} if description.draft_model else {}),
     }
     works = [
         some
@@ -207,11 +212,18 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     remedy = " or ".join(fewest) or "use a smaller quantization of this model, or a smaller model"
     weights, cache, scratch = _share(description, run, parts)
     beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
+    both = f" and its draft model {description.draft_model.source}" if description.draft_model else ""
     raise MemoryError(
-        f"{description.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
+        f"{description.source}{both}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
         f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
         f"{machine.device_name()}; {remedy}"
     )
+
+
+def without_draft_model(description: Description) -> Description:
+    """The same model, for which no other one proposes tokens."""
+    config = dataclasses.replace(description.config, draft_model=None)
+    return dataclasses.replace(description, config=config, draft_model=None)
 
 
 BESIDE = 2**30  # bytes for what programs need beside weights and cache

@@ -40,10 +40,13 @@ def plan(description: Description, run: RunConfig, placement: Placement = ONE_DE
     """
     run = resolve(description, run, placement.parts)
     memory.check(description, run, placement.parts)
-    plans = []
-    for one in description.models:
-        plans.append(planned(one, run, placement))
-    return dataclasses.replace(plans[0], draft=plans[-1] if len(plans) > 1 else None)
+    own = planned(description, run, placement)
+    if description.draft is not None:
+        own = dataclasses.replace(own, draft=planned(description.draft, run, placement))
+    if description.draft_model is not None:  # which may not have a schedule that was named for the model
+        run = dataclasses.replace(run, schedule="auto")
+        own = dataclasses.replace(own, draft_model=planned(description.draft_model, run, placement))
+    return own
 
 
 def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConfig:
@@ -65,7 +68,8 @@ def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConf
 
 
 def planned(description: Description, run: RunConfig, placement: Placement = ONE_DEVICE) -> LoadPlan:
-    """The plan for a resolved RunConfig, without its draft layer and whatever it takes of memory."""
+    """The plan for a resolved RunConfig, without its draft layer or draft model, and whatever it takes of
+    memory."""
     groups, reads_tiles = _groups(description), _reads_tiles(description, run)
     members: dict[tuple[Spec, int | None], Member] = {}
     wholes: dict[tuple[Spec, int | None], Whole] = {}

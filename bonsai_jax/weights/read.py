@@ -34,7 +34,7 @@ def read(
     plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None, threads: int = 1
 ) -> list[Fields]:
     """Every array of a plan, on the default device or over the mesh for which it was made: those of the model
-    and, where it is loaded, those of its draft layer.
+    and, where they are loaded, those of its draft layer and of its draft model.
 
     progress   called with bytes read so far and in all
     threads    stacks that are made at once: their programs are compiled and their parts of the file are read

@@ -179,6 +179,7 @@ class LoadPlan:
     vectors   small arrays
     placement how weights lie over devices
     draft     the plan of the draft layer, where it is loaded
+    draft_model  the plan of the draft model, where there is one
     """
 
     description: Description
@@ -187,6 +188,7 @@ class LoadPlan:
     vectors: tuple[Vector, ...]
     placement: Placement = ONE_DEVICE
     draft: "LoadPlan | None" = None
+    draft_model: "LoadPlan | None" = None
 
     @property
     def config(self) -> ModelConfig:
@@ -194,8 +196,8 @@ class LoadPlan:
 
     @property
     def models(self) -> "tuple[LoadPlan, ...]":
-        """That of the model and, where it is loaded, that of its draft layer."""
-        return (self,) if self.draft is None else (self, self.draft)
+        """That of the model and, where they are loaded, those of its draft layer and its draft model."""
+        return (self, *(one for one in (self.draft, self.draft_model) if one is not None))
 
     def kernel(self, matrix: Matrix, rows: int) -> str:
         """What multiplies so many rows with a matrix, or so many tokens with those of their experts."""

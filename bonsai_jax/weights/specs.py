@@ -293,6 +293,7 @@ class Description:
     tensors  of each spec
     folding  how Hadamard-folded matrices were rotated; None: none is folded
     draft    the draft layer as a model of one layer; None: it is not loaded
+    draft_model  another file's, of the model that proposes tokens for this one; None: there is none
     skipped  the prefixes of ModelConfig.skipped that the file has tensors of
     """
 
@@ -302,6 +303,7 @@ class Description:
     tensors: Mapping[Spec, Sources]
     folding: Folding | None = None
     draft: "Description | None" = None
+    draft_model: "Description | None" = None
     skipped: tuple[str, ...] = ()
 
     @property
@@ -311,8 +313,8 @@ class Description:
 
     @property
     def models(self) -> "tuple[Description, ...]":
-        """The model and, where it is loaded, its draft layer."""
-        return (self,) if self.draft is None else (self, self.draft)
+        """The model and, where they are loaded, its draft layer and its draft model."""
+        return (self, *(one for one in (self.draft, self.draft_model) if one is not None))
 
 
 def describe(

@@ -103,10 +103,8 @@ def read_on(params, state, config, count):
 
 @pytest.fixture(autouse=True)
 def teller(monkeypatch):
-    get = proposers.get
-    monkeypatch.setattr(
-        proposers, "get", lambda name: SimpleNamespace(propose=read_on) if name == "known" else get(name)
-    )
+    get, known = proposers.get, SimpleNamespace(propose=read_on, time=lambda params, config: 0.0)
+    monkeypatch.setattr(proposers, "get", lambda name: known if name == "known" else get(name))
 
 
 def test_rows_advance_by_what_was_foreseen_and_draw_the_same():

@@ -63,7 +63,7 @@ def command(
         bool,
         typer.Option("--plain", help="Show answers as the model writes them, without rendering markdown."),
     ] = False,
-    speculate: options.Speculate = None,
+    speculation: options.SpeculationOptions,
     answers: options.AnswerOptions,
     sampling: SamplingOptions,
     run: options.RunOptions,
@@ -79,7 +79,7 @@ def command(
     with notice(f"{loading} ..."), _ended_by_interrupt():  # imports take seconds
         params = sampling.params()
         quiet = _no_echo() if typed else contextlib.nullcontext()
-        models = Models(model, run, devices, context=context, speculate=speculate, typed=typed)
+        models = Models(model, run, devices, context=context, speculation=speculation, typed=typed)
         opened = server.opened(ctx)
     open_: Callable[[str | None], Backend] = models.open if opened is None else opened.open
     with quiet:

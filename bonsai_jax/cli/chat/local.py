@@ -214,11 +214,11 @@ class Models:
         devices: options.DeviceOptions,
         *,
         context: int,
-        speculate: str | None,
+        speculation: options.SpeculationOptions,
         typed: bool,
     ):
         self._model, self._run, self._devices = model, run, devices
-        self._context, self._speculate, self._typed = context, speculate, typed
+        self._context, self._speculation, self._typed = context, speculation, typed
         self._open: Local | None = None
 
     def open(self, name: str | None) -> Local:
@@ -228,7 +228,7 @@ class Models:
 
         if self._open is not None and self._open.name == name:
             return self._open
-        how: dict[str, Any] = {"max_batch_size": 1, "speculate": self._speculate}
+        how: dict[str, Any] = {"max_batch_size": 1, "speculate": self._speculation.proposer}
         compile_ahead = functools.partial(Engine.compile_ahead, **how)
         named, devices = dataclasses.replace(self._model, name=name), self._devices
         with notice(f"loading {name or 'demo'} ..."):
@@ -236,9 +236,9 @@ class Models:
             self.close()
             mesh = devices.mesh()
             config = self._run.config(
-                context=self._context, all_reduce=devices.all_reduce, speculate=self._speculate
+                context=self._context, all_reduce=devices.all_reduce, speculation=self._speculation
             )
-            config = whole_context(checkpoint, config, devices.tensor_parallel)
+            config = whole_context(checkpoint, config, devices.tensor_parallel, offline=named.offline)
         # Two cores of a CPU make a first answer sooner if they compile nothing else until then.
         first = compile_ahead if self._typed or device.platform() != "cpu" else None
         loaded = named.load(config, mesh, checkpoint, on_shapes=first)
@@ -257,14 +257,18 @@ class Models:
             opened.engine.close()
 
 
-def whole_context(checkpoint: "Checkpoint", config: "RunConfig", parts: int) -> "RunConfig":
+def whole_context(
+    checkpoint: "Checkpoint", config: "RunConfig", parts: int, *, offline: bool = False
+) -> "RunConfig":
     """The RunConfig with the model's own context, or as much of it as memory holds, unless it names one."""
+    from bonsai_jax.model import opened_draft_model
     from bonsai_jax.network import architectures
     from bonsai_jax.weights import memory, plan
 
     if config.context:
         return config
-    description = architectures.describe(checkpoint, draft=config.draft)
+    proposes = opened_draft_model(config, offline=offline)
+    description = architectures.describe(checkpoint, draft=config.draft, draft_model=proposes)
     resolved = plan.resolve(description, config, parts)
     longest = memory.longest_context(description, resolved, parts)
     return dataclasses.replace(config, context=longest, weights=resolved.weights)

@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from bonsai_jax.cli.chat.remote import Server
 
 KEYS = ("BONSAI_API_KEY", "OPENAI_API_KEY")  # environment variables
-LOCAL = (options.LoadOptions, options.RunOptions, options.DeviceOptions)  # groups of a model in this process
-LOCAL_ALONE = {"context", "on_full", "speculate"}  # options likewise
+# Groups of a model in this process.
+LOCAL = (options.LoadOptions, options.RunOptions, options.DeviceOptions, options.SpeculationOptions)
+LOCAL_ALONE = {"context", "on_full"}  # options likewise
 
 
 @dataclasses.dataclass(frozen=True)

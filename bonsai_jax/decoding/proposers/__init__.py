@@ -6,9 +6,14 @@ A proposer module defines
                            row's newest token, then NO_TOKEN. Pure and traced. It may read all of the State,
                            and change State.speculation.draft
     TRUST                  the share of its proposals that is taken to be right before any was checked
-    DRAFTS                 whether it needs the draft layer (RunConfig.draft). If so, also
+    time(params, config)   -> float, the time in which it proposes a token for each row, relative to a plain
+                           step. If above 0, rows look seldom while that does not pay
+    LOADS                  what it needs the model to be loaded with: the field of RunConfig, "draft" (the
+                           file's draft layer) or "draft_model"; None: nothing. If anything, also
     follow(params, state, hidden, tokens, positions, config)  -> State.speculation.draft after the tokens at
-                           these positions (-1: none), which the model has read; hidden: what it made of them
+                           these positions (-1: none), which the model has read; hidden: what it made of them,
+                           but None where `time` is above 0: then the tokens of several plain steps come
+                           together
 
 A wrong proposal costs time but does not change the text. `get(name)` imports by file name, so a new file is a
 new proposer.

@@ -131,10 +131,13 @@ def _not_supported(name: str, missing: Missing | None) -> str:
     )
 
 
-def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
+def describe(
+    checkpoint: Checkpoint, *, draft: bool = False, draft_model: Checkpoint | None = None
+) -> Description:
     """What a checkpoint is, from its metadata and the names and shapes of its tensors, never from its name.
 
     draft   with the draft layer (MTP), which is skipped else
+    draft_model  the checkpoint of the model that proposes tokens, which is described beside it
     Raises NotImplementedError for an architecture without a file or a format without one, and CheckpointError
     for metadata that is absent or absurd and for a tensor that is missing, has no place or the wrong shape.
     """
@@ -151,7 +154,12 @@ def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
             f"{checkpoint.source}: the draft layer of {config.architecture} is not supported; leave draft "
             "and 'mtp' out"
         )
-    return specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()), fold)
+    described = specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()), fold)
+    if draft_model is None:
+        return described
+    proposes = describe(draft_model)
+    config = dataclasses.replace(config, draft_model=proposes.config)
+    return dataclasses.replace(described, config=config, draft_model=proposes)
 
 
 def config_of(checkpoint: Checkpoint) -> ModelConfig:

@@ -1,0 +1,68 @@
+"""Proposals from a smaller model with the same vocabulary (network/draft_model.py, RunConfig.draft_model)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.decoding import sampling, speculation
+from bonsai_jax.decoding.sampling import NO_TOKEN
+from bonsai_jax.network import draft_model
+from bonsai_jax.network.draft_model import DraftModelState
+from bonsai_jax.network.params import decode_bytes
+
+LOADS = "draft_model"
+TRUST = 0.8  # of a model that was chosen for this
+
+
+def time(params: Any, config: Any) -> float:
+    """The bytes of weights that a step of the draft model reads, relative to those of the model's."""
+    return decode_bytes(params.draft_model, config.draft_model) / decode_bytes(params, config)
+
+
+def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
+    """The draft model's next tokens, as many as pay, and the state with its keys and values. Each is drawn as
+    its row draws, with the noise of its position, so that two models which agree draw the same token.
+
+    They are as many as the step reads that is expected to draw most tokens in its time
+    (speculation.tokens_to_read). Where that is a plain step, one token is drawn, which is checked but not
+    read: it shows when drafting would pay again.
+    """
+    s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
+    keys = speculation.key_time(params, state.cache, config) * state.cache.lengths
+    all_there = jnp.zeros((rows, count), jnp.int32)
+    choice = speculation.tokens_to_read(s, all_there, running, keys, time(params, config))
+    drafted = jnp.array([1, *(width - 1 for width in speculation.widths(count + 1)[1:])])[choice]
+    missing = max(0, config.vocab_size - config.draft_model.vocab_size)
+
+    def draw(logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
+        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        return sampling.guess(state.sampler, logits[:, : config.vocab_size], positions)
+
+    tokens, own = draft_model.foresee(
+        params.draft_model,
+        s.draft,
+        state.cache,
+        state.tokens,
+        running,
+        drafted,
+        count,
+        config.draft_model,
+        draw,
+    )
+    proposals = jnp.where(running[:, None], tokens, NO_TOKEN)
+    return proposals, state.replace(speculation=s.replace(draft=own))
+
+
+def follow(
+    params: Any,
+    state: Any,
+    hidden: Float[Array, "B T H"] | None,
+    tokens: jax.Array,
+    positions: Int[Array, "B T"],
+    config: Any,
+) -> DraftModelState:
+    """The draft model's state after these tokens."""
+    own, cache = state.speculation.draft, state.cache
+    return draft_model.follow(params.draft_model, own, cache, tokens, positions, config.draft_model)

@@ -1,0 +1,297 @@
+"""A draft model proposes: the text is plain decoding's, and a draft model that agrees saves steps."""
+
+import functools
+import json
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import machine
+from bonsai_jax.decoding import jitted, proposers
+from bonsai_jax.decoding.proposers import draft_model
+from bonsai_jax.decoding.sampling import NO_TOKEN
+from bonsai_jax.network import architectures
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import UNUSED, differ_at
+from bonsai_jax.weights import memory, plan
+from checkpoints import Checkpoint, open_checkpoint
+from tests.bonsai_jax.command_line import run
+from tests.bonsai_jax.test_speculation import BIASED, GREEDY, HOT, PENALIZED, two_layers
+from tests.bonsai_jax.tokens import assert_same
+
+LLAMA, QWEN3, HYBRID, WINDOWED = (
+    f"synth:tiny-{name}" for name in ("llama:q8_0", "qwen3:q8_0", "qwen35:f32", "gemma3:q8_0")
+)
+NEW = 20
+RNG = np.random.default_rng(4)
+PROMPTS = [RNG.integers(0, 256, n).tolist() for n in (70, 7, 19, 33)]  # one longer than the windows of 48
+ROWS = [GREEDY, HOT, PENALIZED, BIASED]
+
+
+@pytest.fixture(autouse=True)
+def cheap(monkeypatch):
+    """A step of a draft model, which is as large as the model here, takes a twentieth of its time."""
+    monkeypatch.setattr(draft_model, "time", lambda params, config: 0.05)
+
+
+@functools.cache
+def model(source: str, draft: str | None = None) -> bj.Model:
+    run = bj.RunConfig(page_size=16, context=128, batch_size=2, draft_model=draft)
+    with mock.patch("bonsai_jax.model.open_checkpoint", opened):
+        return bj.from_checkpoint(opened(source), run)
+
+
+def opened(source: str, **options) -> Checkpoint:
+    """Of the hybrid two layers, which compile sooner."""
+    checkpoint = open_checkpoint(source, **options)
+    return two_layers(checkpoint) if source == HYBRID else checkpoint
+
+
+def answers(of: bj.Model, **more) -> list[bj.Output]:
+    """Of four prompts in two rows, which change hands."""
+    how = {"sampling": ROWS, "max_new_tokens": NEW, "ignore_eos": True, "logprobs": 1}
+    return bj.generate(of, PROMPTS, **(how | more))
+
+
+@functools.cache
+def plain(source: str) -> list[bj.Output]:
+    return answers(model(source))
+
+
+@pytest.mark.parametrize(
+    ("source", "draft"),
+    [(LLAMA, LLAMA), (LLAMA, QWEN3), (LLAMA, HYBRID), (LLAMA, WINDOWED), (HYBRID, LLAMA), (WINDOWED, LLAMA)],
+)
+def test_the_text_is_plain_decoding_s(source, draft):
+    got, want = answers(model(source, draft)), plain(source)
+    if source == WINDOWED:  # its texts repeat a token
+        assert [one.tokens for one in got] == [one.tokens for one in want]
+    else:
+        assert_same([one.tokens for one in got], [one.tokens for one in want])
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one.logprobs.token, other.logprobs.token, atol=1e-4)
+    if draft == source:  # four tokens a step, of sampled rows too; penalties alone are not foreseen
+        assert all(
+            one.steps <= NEW // 4 + 2 for one, params in zip(got, ROWS, strict=True) if params != PENALIZED
+        )
+    else:
+        assert max(one.steps for one in got) > NEW // 2
+
+
+def prefilled(of: bj.Model, params=GREEDY, new: int = NEW) -> bj.State:
+    """The states of the last two prompts, of which each has drawn a token."""
+    tokens, lengths = np.zeros((2, 48), np.int32), np.array([len(ids) for ids in PROMPTS[2:]], np.int32)
+    for row, ids in zip(tokens, PROMPTS[2:], strict=True):
+        row[: len(ids)] = ids
+    state = bj.new_state(of, 2, 96, params, new, ignore_eos=True)
+    return jitted.prefill(of.params, state, tokens, lengths, of.config).state
+
+
+def decoded(of: bj.Model, state: bj.State, limit: int):
+    return jitted.decode(of.params, state, of.config, limit=np.int32(limit), size=NEW)
+
+
+def proposed(of: bj.Model, state: bj.State) -> np.ndarray:
+    propose = jax.jit(functools.partial(draft_model.propose, config=of.config, count=3))
+    return np.asarray(propose(of.params, state)[0])
+
+
+@pytest.mark.parametrize("draft", [LLAMA, WINDOWED, HYBRID])
+def test_it_proposes_its_own_answer_to_what_was_read(draft):
+    """After a prompt, after a step with proposals that were wrong, and after plain steps that it has read
+    together; the draft model alone, in another program, says what it proposes."""
+    of, alone = model(QWEN3, draft), model(draft)
+    state, texts = prefilled(of), [list(ids) for ids in PROMPTS[2:]]
+    for text, token in zip(texts, state.tokens.tolist(), strict=True):
+        text.append(token)
+    wrong = state.speculation.trust
+    for limit, trust in ((1, 1.0), (3, 0.0), (5, 0.0), (1, 1.0), (0, 1.0)):
+        trusting = state.speculation.replace(trust=jnp.full_like(wrong, 1.0))
+        want = bj.generate(alone, texts, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
+        assert proposed(of, state.replace(speculation=trusting)).tolist() == [one.tokens for one in want]
+        state = state.replace(speculation=trusting.replace(trust=jnp.full_like(wrong, trust)))
+        state, drawn, _ = decoded(of, state, limit)
+        for text, tokens in zip(texts, drawn.tolist(), strict=True):
+            text += [token for token in tokens if token != NO_TOKEN]
+    assert state.cache.lengths.tolist() == [len(text) - 1 for text in texts]
+
+
+def test_it_drafts_what_pays(monkeypatch):
+    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see."""
+
+    def count(trust: float, time: float, rows: int = 2) -> int:
+        monkeypatch.setattr(draft_model, "time", lambda params, config: time)
+        of = model(LLAMA, LLAMA)
+        state = bj.new_state(of, rows, 32, GREEDY, NEW)
+        state = state.replace(tokens=jnp.full(rows, 3, jnp.int32))
+        s = state.speculation.replace(trust=jnp.full(rows, trust))
+        tokens, _ = draft_model.propose(of.params, state.replace(speculation=s), of.config, s.width - 1)
+        (numbers,) = {*(np.asarray(tokens) != NO_TOKEN).sum(1).tolist()}
+        return numbers
+
+    assert [count(1.0, 0.05), count(1.0, 0.05, rows=1), count(0.6, 0.05, rows=1)] == [3, 7, 3]
+    assert [count(0.3, 0.05), count(1.0, 1.0)] == [1, 1]
+    assert count(0.7, 0.05) == 3 and count(0.7, 0.3) == 1  # of the same trust, by the draft model's size
+
+
+def test_its_time_is_the_share_of_bytes_that_it_reads(monkeypatch):
+    monkeypatch.undo()
+    of = model(LLAMA, QWEN3)
+    read = [sum(w.nbytes for w in jax.tree.leaves(p)) for p in (of.params.draft_model, model(LLAMA).params)]
+    read[1] -= of.params.embed.nbytes  # it has an output matrix beside it
+    assert of.params.draft_model.head is None
+    assert draft_model.time(of.params, of.config) == pytest.approx(read[0] / read[1])
+
+
+def test_a_bad_draft_model_is_soon_left_alone(monkeypatch):
+    """It draws a token at every eighth step, and reads eight at a time."""
+    drafts = []
+    foresee = proposers.get("draft_model").draft_model.foresee
+
+    def counted(params, state, cache, tokens, running, count, *others):
+        jax.debug.callback(lambda count: drafts.append(int(count)), count)
+        return foresee(params, state, cache, tokens, running, count, *others)
+
+    monkeypatch.setattr(proposers.get("draft_model").draft_model, "foresee", counted)
+    of = model(LLAMA, QWEN3)
+    state = prefilled(of, new=60)
+    decode = jax.jit(functools.partial(bj.decode, config=of.config, limit=60, size=60))
+    state, drawn, _ = decode(of.params, state)
+    jax.effects_barrier()
+    assert (np.asarray(drawn) != NO_TOKEN).sum(1).tolist() == [59, 59]
+    assert float(state.speculation.trust.max()) < 0.5
+    first, last = drafts[0], drafts[-4:]
+    assert first == 3 and last == [1] * 4 and len(drafts) < 20
+
+
+def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
+    """Of prompts with the same beginning the second one reads little, and proposals are right from the first:
+    else steps of a row alone would be more. So in the next process, which reads files."""
+    of = model(LLAMA, LLAMA)
+    prompt, other = PROMPTS[0][:64] + [5, 6], PROMPTS[0][:64] + [9, 8, 7]
+    how = {"max_batch_size": 1, "prefix_cache": tmp_path}
+    for first in (prompt, other):
+        with bj.Engine(of, **how) as engine:
+            for ids in (first, other):
+                options = {"max_new_tokens": NEW, "ignore_eos": True}
+                output = engine.submit(ids, HOT, **options).result(200)
+                cached = output.cached_tokens
+                (want,) = bj.generate(model(LLAMA), [ids], sampling=HOT, **options)
+                assert output.tokens == want.tokens and output.steps <= 4
+            assert cached >= 64
+    with bj.Engine(of, **how) as engine:
+        output = engine.submit(other, HOT, max_new_tokens=NEW, ignore_eos=True).result(200)
+        assert output.cached_tokens >= 64 and output.steps <= 4
+
+
+@pytest.mark.parametrize("draft", [HYBRID, WINDOWED])
+def test_checkpoints_have_what_it_stores_of_rows(draft):
+    """A recurrent state and a ring belong to a row: a prompt continues from a copy of both models'."""
+    of = model(HYBRID if draft == HYBRID else LLAMA, draft)
+    prompt = PROMPTS[0] + PROMPTS[3]
+    options = {"max_new_tokens": NEW, "ignore_eos": True}
+    with bj.Engine(of, max_batch_size=1) as engine:
+        outputs = [engine.submit(prompt + more, GREEDY, **options).result(200) for more in ([], [3], [3])]
+    assert outputs[2].cached_tokens > 60
+    assert outputs[1].steps == outputs[2].steps  # proposals are the same, from what was read or stored
+    want = bj.generate(model(of.source), [prompt, [*prompt, 3]], sampling=GREEDY, **options)
+    assert [one.tokens for one in outputs[:2]] == [one.tokens for one in want]
+    assert outputs[2].tokens == outputs[1].tokens
+
+
+def test_rows_with_constraints_and_prompts_of_vectors():
+    of, without = model(LLAMA, LLAMA), model(LLAMA)
+    how = {"constraint": [bj.regex("[a-f]{12}"), None, None, None]}
+    got, want = answers(of, **how), answers(without, **how)
+    assert [one.tokens for one in got] == [one.tokens for one in want]
+    vectors = np.asarray(bj.embed(without.params, np.array(PROMPTS[1])))
+    options = {"sampling": GREEDY, "max_new_tokens": NEW, "ignore_eos": True}
+    (one,), (other,) = (bj.generate(each, [vectors], **options) for each in (of, without))
+    assert one.tokens == other.tokens
+
+
+@pytest.mark.parametrize("draft", [LLAMA, HYBRID, WINDOWED])
+def test_a_saved_state_goes_on(draft, tmp_path):
+    of = model(LLAMA, draft)
+    state, first, _ = decoded(of, prefilled(of, [GREEDY, HOT]), 2)
+    bj.save_state(tmp_path / "state", state)
+    again = bj.load_state(tmp_path / "state", of)
+    jax.tree.map(np.testing.assert_array_equal, again.speculation, state.speculation)
+    got, want = decoded(of, again, NEW), decoded(of, state, NEW)
+    assert (np.asarray(want.tokens) != NO_TOKEN).sum() > NEW
+    np.testing.assert_array_equal(got.tokens, want.tokens)
+    np.testing.assert_array_equal(got.state.speculation.steps, want.state.speculation.steps)
+    with pytest.raises(ValueError, match="a draft model True, but the model False"):
+        bj.load_state(tmp_path / "state", model(LLAMA))
+    if draft == LLAMA:
+        with pytest.raises(ValueError, match="this state has .* but the model"):
+            bj.load_state(tmp_path / "state", model(LLAMA, QWEN3))
+
+
+def test_what_it_needs_is_said():
+    of, source = model(LLAMA, LLAMA), "synth:tiny-llama:q8_0"
+    with pytest.raises(ValueError, match=r"'ngram', but this model has the draft model 'synth:tiny-llama"):
+        bj.generate(of, [[1]], speculate="ngram")
+    with pytest.raises(ValueError, match=r"'draft_model' needs a draft model; .*draft_model=\"small.gguf\""):
+        bj.generate(model(LLAMA), [[1]], speculate="draft_model")
+    with pytest.raises(NotImplementedError, match="speculate='draft_model'; leave the draft model or these"):
+        bj.generate(of, [[1]], sampling=bj.SamplingParams(min_tokens=3))
+    with pytest.raises(ValueError, match="draft and draft_model are two proposers"):
+        bj.RunConfig(draft=True, draft_model=source)
+    with pytest.raises(TypeError, match="draft_model is a int"):
+        bj.RunConfig(draft_model=3)
+    with pytest.raises(NotImplementedError, match="draft_model over a mesh"):
+        bj.load(source, bj.RunConfig(draft_model=source), mesh=bj.make_mesh(1, 1))
+    with pytest.raises(
+        ValueError, match=r"draft_model: stories has another vocabulary than .*: token 0 is .*, not '!'; give"
+    ):
+        bj.load(source, bj.RunConfig(draft_model="stories"))
+
+
+def test_vocabularies_may_differ_in_what_pads_them():
+    one = Tokenizer.from_checkpoint(open_checkpoint(LLAMA))
+
+    def ending(*texts: str, kind: int = 1) -> Tokenizer:
+        kinds = one.kinds + bytes([kind]) * len(texts)
+        return Tokenizer(**vars(one) | {"texts": [*one.texts, *texts], "kinds": kinds})
+
+    padded, longer = ending("[PAD0]", kind=UNUSED), ending("<think>")
+    assert differ_at(one, padded) is differ_at(padded, one) is differ_at(padded, longer) is None
+    assert differ_at(longer, ending("<other>")) == len(one.texts)
+    assert differ_at(one, ending(*map(str, range(200)))) == len(one.texts)
+
+
+def test_its_bytes_count(monkeypatch):
+    both = architectures.describe(open_checkpoint(LLAMA), draft_model=open_checkpoint(QWEN3))
+    run = plan.resolve(both, bj.RunConfig(context=64, batch_size=2, draft_model=QWEN3))
+    each = [architectures.describe(open_checkpoint(source)) for source in (LLAMA, QWEN3)]
+    assert memory.weight_bytes(both, run) == sum(memory.weight_bytes(one, run) for one in each)
+    per_token = [memory.bytes_per_token(one.config, run) for one in each]
+    assert memory.bytes_per_token(both.config, run) == sum(per_token) and min(per_token) > 0
+    fits = memory.weight_bytes(each[0], run) + memory.cache_bytes(each[0].config, run)
+    monkeypatch.setattr(machine, "device_memory", lambda: fits + 1000)
+    with pytest.raises(MemoryError, match="and its draft model .*qwen3.* leave the draft model out"):
+        memory.check(both, run)
+    memory.check(memory.without_draft_model(both), run)
+
+
+def test_the_command_line(tmp_path):
+    tiny = "synth:tiny-llama:q8_0"
+    options = ["-p", "Hello", "-n", "12", "--temp", "0", "--ignore-eos", "--json", "--ctx", "64"]
+    alone, both = (
+        json.loads(run("generate", "-m", tiny, *more, *options).stdout) for more in ([], ["--draft", tiny])
+    )
+    assert both["tokens"] == alone["tokens"] and both["tokens_per_step"] > 2
+    for more, message in {
+        ("--speculate", "draft_model"): "--speculate draft_model needs --draft",
+        ("--speculate", "ngram", "--draft", tiny): "--speculate ngram: give one of them",
+    }.items():
+        done = run("generate", "-m", tiny, *more, *options)
+        assert done.exit_code != 0 and message in " ".join(done.stderr.replace("│", "").split())
+    done = run("bench", "-m", tiny, "--draft", tiny, "-p", 0, "-n", 0, "-g", 8, "-r", 1, "--json")
+    row = json.loads(done.stdout)
+    assert row["test"] == "gen8+draft_model" and row["tokens_per_step"] >= 1
