@@ -172,7 +172,7 @@ def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
     """Of prompts with the same beginning the second one reads little, and proposals are right from the first:
     else steps of a row alone would be more. So in the next process, which reads files."""
     of = model(LLAMA, LLAMA)
-    prompt, other = PROMPTS[0][:64] + [5, 6], PROMPTS[0][:64] + [9, 8, 7]
+    prompt, other = [*PROMPTS[0][:64], 5, 6], [*PROMPTS[0][:64], 9, 8, 7]
     how = {"max_batch_size": 1, "prefix_cache": tmp_path}
     for first in (prompt, other):
         with bj.Engine(of, **how) as engine:
@@ -191,14 +191,14 @@ def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
 @pytest.mark.parametrize("draft", [HYBRID, WINDOWED])
 def test_checkpoints_have_what_it_stores_of_rows(draft):
     """A recurrent state and a ring belong to a row: a prompt continues from a copy of both models'."""
-    of = model(HYBRID if draft == HYBRID else LLAMA, draft)
+    of = model(draft, draft)
     prompt = PROMPTS[0] + PROMPTS[3]
     options = {"max_new_tokens": NEW, "ignore_eos": True}
     with bj.Engine(of, max_batch_size=1) as engine:
-        outputs = [engine.submit(prompt + more, GREEDY, **options).result(200) for more in ([], [3], [3])]
+        outputs = [engine.submit(prompt + more, HOT, **options).result(200) for more in ([], [3], [3])]
     assert outputs[2].cached_tokens > 60
-    assert outputs[1].steps == outputs[2].steps  # proposals are the same, from what was read or stored
-    want = bj.generate(model(of.source), [prompt, [*prompt, 3]], sampling=GREEDY, **options)
+    assert outputs[1].steps == outputs[2].steps <= 5  # proposals are right after what was read or stored
+    want = bj.generate(model(of.source), [prompt, [*prompt, 3]], sampling=[HOT, HOT], **options)
     assert [one.tokens for one in outputs[:2]] == [one.tokens for one in want]
     assert outputs[2].tokens == outputs[1].tokens
 
@@ -217,7 +217,7 @@ def test_rows_with_constraints_and_prompts_of_vectors():
 @pytest.mark.parametrize("draft", [LLAMA, HYBRID, WINDOWED])
 def test_a_saved_state_goes_on(draft, tmp_path):
     of = model(LLAMA, draft)
-    state, first, _ = decoded(of, prefilled(of, [GREEDY, HOT]), 2)
+    state, *_ = decoded(of, prefilled(of, [GREEDY, HOT]), 2)
     bj.save_state(tmp_path / "state", state)
     again = bj.load_state(tmp_path / "state", of)
     jax.tree.map(np.testing.assert_array_equal, again.speculation, state.speculation)
@@ -228,7 +228,7 @@ def test_a_saved_state_goes_on(draft, tmp_path):
     with pytest.raises(ValueError, match="a draft model True, but the model False"):
         bj.load_state(tmp_path / "state", model(LLAMA))
     if draft == LLAMA:
-        with pytest.raises(ValueError, match="this state has .* but the model"):
+        with pytest.raises(ValueError, match=r"this state has .* but the model"):
             bj.load_state(tmp_path / "state", model(LLAMA, QWEN3))
 
 
@@ -247,7 +247,8 @@ def test_what_it_needs_is_said():
     with pytest.raises(NotImplementedError, match="draft_model over a mesh"):
         bj.load(source, bj.RunConfig(draft_model=source), mesh=bj.make_mesh(1, 1))
     with pytest.raises(
-        ValueError, match=r"draft_model: stories has another vocabulary than .*: token 0 is .*, not '!'; give"
+        ValueError,
+        match=r"draft_model: .*stories.* has another vocabulary than .*: token 0 is .*, not '!'; give",
     ):
         bj.load(source, bj.RunConfig(draft_model="stories"))
 
@@ -274,7 +275,7 @@ def test_its_bytes_count(monkeypatch):
     assert memory.bytes_per_token(both.config, run) == sum(per_token) and min(per_token) > 0
     fits = memory.weight_bytes(each[0], run) + memory.cache_bytes(each[0].config, run)
     monkeypatch.setattr(machine, "device_memory", lambda: fits + 1000)
-    with pytest.raises(MemoryError, match="and its draft model .*qwen3.* leave the draft model out"):
+    with pytest.raises(MemoryError, match=r"and its draft model .*qwen3.* leave the draft model out"):
         memory.check(both, run)
     memory.check(memory.without_draft_model(both), run)
 
