@@ -103,15 +103,17 @@ def main() -> None:
     p.add_argument("-n", "--new", type=int, default=96)
     p.add_argument("--only", help="prompts, such as repeats,edits")
     p.add_argument("--proposer", default="ngram")
+    p.add_argument("--draft", help="the draft model, which is the proposer then")
     p.add_argument("-r", "--repetitions", type=int, default=5)
     p.add_argument("--commit", help="for a checkout without history")
     arguments = p.parse_args()
-    model = bj.load(arguments.model, bj.RunConfig(draft=arguments.proposer == "mtp"))
+    proposer = "draft_model" if arguments.draft else arguments.proposer
+    model = bj.load(arguments.model, bj.RunConfig(draft=proposer == "mtp", draft_model=arguments.draft))
     for prompt in arguments.only.split(",") if arguments.only else PROMPTS:
         ids = model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[prompt]}])
         for sampling, params in SAMPLING.items():
-            plain = Answer(model, ids, arguments.new, params, None)
-            spec = Answer(model, ids, arguments.new, params, arguments.proposer)
+            plain = Answer(model.without_draft_model(), ids, arguments.new, params, None)
+            spec = Answer(model, ids, arguments.new, params, proposer)
             times = [(spec.run(), plain.run()) for _ in range(arguments.repetitions)]
             ms, plain_ms = map(statistics.median, zip(*times, strict=True))
             tokens, steps = len(spec.tokens) - 1, int(spec.speculation.steps[0])
@@ -119,7 +121,7 @@ def main() -> None:
             row = Row(
                 **bench.origin(arguments.commit),
                 model=model.name, prompt=prompt, sampling=sampling,
-                proposer=arguments.proposer, width=spec.speculation.width,
+                proposer=proposer, width=spec.speculation.width,
                 tokens=tokens, steps=steps, tokens_per_step=tokens / steps, ms=ms, plain_ms=plain_ms,
                 first_difference=first_difference, nats=nats,
             )  # fmt: skip

@@ -86,6 +86,16 @@ class Model:
         adapter = parallel.copied(added(adapters), self.mesh) if adapters else None
         return dataclasses.replace(self, params=self.params.replace(adapter=adapter))
 
+    def without_draft_model(self) -> "Model":
+        """The same model, whose weights it shares, without its draft model (RunConfig.draft_model): it
+        decodes plainly, or with another proposer."""
+        return dataclasses.replace(
+            self,
+            params=self.params.replace(draft_model=None),
+            config=dataclasses.replace(self.config, draft_model=None),
+            run=dataclasses.replace(self.run, draft_model=None),
+        )
+
     def __repr__(self) -> str:
         stored = sum(leaf.nbytes for leaf in jax.tree.leaves(self.params))
         c = self.config

@@ -28,11 +28,13 @@ ALIASES = {
     "json-schema-file": "json-schema",
     "grammar-file": "grammar",
     "hf-repo": "model",
+    "model-draft": "draft",
     "max-num-seqs": "batch-size",
     "tensor-parallel-size": "tensor-parallel",
     "data-parallel-size": "data-parallel",
     # Flags of several letters after one dash, which stays before the name.
     "hf": "-model",
+    "md": "-draft",
     "sys": "-system",
 }
 

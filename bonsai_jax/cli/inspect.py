@@ -32,17 +32,19 @@ def command(
     argument: Annotated[str | None, typer.Argument(metavar="MODEL", help="The model, instead of -m.")] = None,
     model: options.ModelOptions,
     context: options.Context = 0,
+    draft: options.DraftModel = None,
     as_json: options.Json = False,
     run: options.RunOptions,
 ) -> None:
     """Show metadata, tensors by format, sizes in bytes, the speed that memory allows, and which kernels would
-    run."""
+    run. With --draft weights and cache of both models count."""
     if argument is not None and model.name is not None:
         raise typer.BadParameter("name one model: as the argument or with -m")
     if argument is not None:
         model = dataclasses.replace(model, name=argument)
-    requested = run.config(context=context)
+    requested = run.config(context=context, speculation=options.SpeculationOptions(draft=draft))
 
+    from bonsai_jax.model import opened_draft_model
     from bonsai_jax.network import architectures
     from bonsai_jax.network.unsupported import UnsupportedArchitecture
     from bonsai_jax.weights import memory
@@ -50,7 +52,8 @@ def command(
 
     checkpoint = model.checkpoint()
     try:
-        description = architectures.describe(checkpoint)
+        proposes = opened_draft_model(requested, offline=model.offline)
+        description = architectures.describe(checkpoint, draft_model=proposes)
     except UnsupportedArchitecture as error:
         _print_unsupported(checkpoint, error.missing, as_json)
         raise
@@ -161,6 +164,7 @@ def _figures(description: "Description", run: "RunConfig") -> dict[str, Any]:
         "weights on the device": run.weights,
         "weight bytes": memory.weight_bytes(description, run),
         "KV bytes per token": memory.bytes_per_token(config, run),
+        **({"draft model": run.draft_model} if run.draft_model else {}),
         "cache dtype": run.cache_dtype,
         "context": run.context,
         "model's own context": config.context_length,

@@ -159,6 +159,16 @@ class RunOptions:
         )
 
 
+DraftModel = Annotated[
+    str | None,
+    typer.Option(
+        "--draft",
+        metavar="MODEL",
+        help="A smaller model with the same vocabulary, which guesses the tokens; named as with -m.",
+    ),
+]
+
+
 @dataclasses.dataclass(frozen=True)
 class SpeculationOptions:
     """Whether a step draws several tokens, and who proposes them."""
@@ -171,13 +181,7 @@ class SpeculationOptions:
             "model's file; draft_model asks the model of --draft, which implies it."
         ),
     ] = None
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A smaller model with the same vocabulary, which guesses the tokens; named as with -m.",
-        ),
-    ] = None
+    draft: DraftModel = None
 
     @property
     def proposer(self) -> str | None:

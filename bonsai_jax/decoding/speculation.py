@@ -21,13 +21,11 @@ written once, where a plain step reads and writes it once.
 """
 
 import functools
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax.config import ModelConfig
@@ -35,10 +33,10 @@ from bonsai_jax.decoding import proposers, sampling
 from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Drawn, Speculation, State
+from bonsai_jax.decoding.step_width import key_time, tokens_to_read, widths
 from bonsai_jax.network import decoder
-from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.place import STEP_TOKENS
-from bonsai_jax.network.params import Params, decode_bytes
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
 
 
@@ -65,64 +63,10 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
     return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
 
 
-# How long a step takes, by the number of tokens that it reads in all, relative to a step of one: the 8B in
-# Q1_0 on an H200, with its layers in one launch (docs/performance.md). Beyond 256 it grows in proportion.
-TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
-KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
-MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
 ALONE_AT_COST = 8  # such steps where a look takes a step of a draft model, which then reads them at once
 TRUSTED = 0.5  # from here on a row looks at each step, where that takes no time: most tokens will be proposed
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
-
-
-def widths(most: int) -> list[int]:
-    """The tokens of a row that steps of up to `most` read. Each is a copy of the step's program, so one row
-    has no 2: these would gain up to 8 %, where 0.24 to 0.35 of proposals are right."""
-    return [1, *sorted({min(most, 4), most})]
-
-
-def key_time(params: Params, cache: KVCache, config: ModelConfig) -> float:
-    """The time of reading a stored token's keys and values, relative to that of a plain step of one row."""
-    stored = sum(
-        leaf.nbytes / (s.num_pages * s.page_size) for s in cache.paged for leaf in jax.tree.leaves(s)
-    )
-    return KEY_TIME * stored / decode_bytes(params, config)
-
-
-def tokens_to_read(
-    s: Speculation,
-    proposals: Int[Array, "B W-1"],
-    running: Bool[Array, "B"],
-    keys: float | Float[Array, "B"] = 0.0,
-    share: float = 0.0,
-) -> Int[Array, ""]:
-    """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
-
-        a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
-
-        in      time(T) + share [(T - 1) time(1) + time(T)],    time(1) = 1
-
-    keys   the time in which a token reads its row's keys (`key_time`): each token of a step does
-    share  the time of a step of a draft model: it draws T - 1 tokens one by one, and afterwards reads the
-           accepted ones together
-    """
-    rows, all_keys = len(running), jnp.where(running, keys, 0).sum()
-    # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
-    choice, best, tokens, p = jnp.int32(0), MARGIN, running.astype(jnp.float32), 1.0
-    for number, (narrower, width) in enumerate(itertools.pairwise(widths(s.width)), 1):
-        for column in range(narrower - 1, width - 1):
-            p = p * s.trust
-            tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
-        drafting = share * ((width - 1) * _time(rows) + _time(rows * width))
-        time = (_time(rows * width) + width * all_keys + drafting) / (_time(rows) + all_keys)
-        gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
-        choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
-    return choice
-
-
-def _time(tokens: int) -> float:
-    return float(np.interp(tokens, list(TIMES), list(TIMES.values())))
 
 
 def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "B W"]) -> Speculation:
@@ -208,7 +152,8 @@ def decode(
         def alone(state):
             if share > 0:
                 at_most = jnp.minimum(limit - i, steps_alone)
-                run = functools.partial(_alone, plain, left=left, proposals=proposals, limit=at_most)
+                unseen = jnp.full_like(proposals, NO_TOKEN)  # one that is right is no reason to look again
+                run = functools.partial(_alone, plain, left=left, proposals=unseen, limit=at_most)
                 return _followed_together(run, params, state, config, most, logprobs)
             trusted = jnp.any((left > 0) & (state.speculation.trust > TRUSTED))
             at_most = jnp.minimum(limit - i, jnp.where(trusted, 1, steps_alone))

@@ -118,7 +118,7 @@ class Reader:
         config, stop = model.config, stop_at_layer or model.config.num_layers
         # A cache has the layers that run, and one with attention at least, whose pages give its size.
         stop = max(stop, min(group.layers[0] for group in config.attention_groups) + 1)
-        self._config = dataclasses.replace(config, layers=config.layers[:stop], draft=None)
+        self._config = dataclasses.replace(config, layers=config.layers[:stop], draft=None, draft_model=None)
         self._room = _Room(0, 0, 0)
         self._cache: KVCache | None = None
         self._programs: Programs | None = None

@@ -160,7 +160,7 @@ def plan(
             f"{checkpoint.source} is a Hugging Face folder; training starts from GGUF files. Make one of it: "
             f"bonsai-jax convert {checkpoint.source} model.gguf"
         )
-    run = dataclasses.replace(run, weights="packed", draft=False)
+    run = dataclasses.replace(run, weights="packed", draft=False, draft_model=None)
     recipe = recipes.recipe(format)
     tensors = [_source(checkpoint, name) for name in checkpoint.tensors]
     chosen = recipes.formats_of(tensors, checkpoint.metadata, recipe, pure=pure, chosen=tensor_formats)

@@ -81,10 +81,14 @@ def test_defaults_are_those_of_the_library():
     assert SamplingOptions(seed=7).params() == SamplingParams(seed=7)
 
 
-def test_a_proposer_that_needs_the_draft_layer_has_it_loaded():
+def test_what_a_proposer_needs_is_loaded():
     run = options.RunOptions()
-    drafts = {name: run.config(context=0, speculate=name).draft for name in (None, "ngram", "mtp")}
-    assert drafts == {None: False, "ngram": False, "mtp": True}
+    configs = [
+        run.config(context=0, speculation=options.SpeculationOptions(name)) for name in (None, "ngram", "mtp")
+    ]
+    assert [config.draft for config in configs] == [False, False, True]
+    both = run.config(context=0, speculation=options.SpeculationOptions(draft="small.gguf"))
+    assert (both.draft, both.draft_model) == (False, "small.gguf")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -121,7 +121,8 @@ def test_it_proposes_its_own_answer_to_what_was_read(draft):
 
 
 def test_it_drafts_what_pays(monkeypatch):
-    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see."""
+    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see, or none
+    if right ones would not pay."""
 
     def count(trust: float, time: float, rows: int = 2) -> int:
         monkeypatch.setattr(draft_model, "time", lambda params, config: time)
@@ -134,7 +135,7 @@ def test_it_drafts_what_pays(monkeypatch):
         return numbers
 
     assert [count(1.0, 0.05), count(1.0, 0.05, rows=1), count(0.6, 0.05, rows=1)] == [3, 7, 3]
-    assert [count(0.3, 0.05), count(1.0, 1.0)] == [1, 1]
+    assert [count(0.3, 0.05), count(1.0, 1.0)] == [1, 0]
     assert count(0.7, 0.05) == 3 and count(0.7, 0.3) == 1  # of the same trust, by the draft model's size
 
 

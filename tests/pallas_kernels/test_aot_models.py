@@ -11,12 +11,12 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.adapters import making
-from bonsai_jax.decoding import speculation
+from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.decoding.state import Hidden
 from bonsai_jax.engine import calls, split_rows
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.network import decoder
+from bonsai_jax.network import decoder, draft_model
 from bonsai_jax.research import reading, score
 from bonsai_jax.weights import memory
 from checkpoints import synth
@@ -204,6 +204,29 @@ def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, to
     assert "q1_0" not in source or text.count(launches) == 4  # layers, the output matrix, a draw in two
     pages = state.cache.states["attention"][0].k
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pages.size * 2
+
+
+def test_a_draft_model_draws_by_the_kernels_of_a_plain_step():
+    """In one loop of as many turns as pay. Its cache stays in its place, and so does the model's, which is read
+    for its block table alone."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0")
+        own, drafts, own_config = shapes("synth:tiny-qwen3:q1_0")
+        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "draft_model"))
+        states = dict(drafts.cache.states)
+        state = state.replace(speculation=started.replace(draft=draft_model.DraftModelState(states)))
+        params = params.replace(draft_model=own)
+        config = dataclasses.replace(config, draft_model=own_config)
+        propose = proposers.get("draft_model").propose
+        compiled = compile_for_gpu(
+            lambda *arrays: propose(*arrays, config, 7), params, state, donate_argnums=1
+        )
+        plain = compile_for_gpu(lambda *arrays: core.step(*arrays, own_config), own, drafts, donate_argnums=1)
+    text, launches = compiled.as_text(), 'custom_call_target="mosaic_gpu'
+    assert text.count(" while(") == plain.as_text().count(" while(") + 1
+    assert "prefill" not in text and text.count(launches) == plain.as_text().count(launches)
+    sizes = [s.states["attention"][0].k.size * 4 for s in (state.cache, drafts.cache)]
+    assert compiled.memory_analysis().alias_size_in_bytes >= sum(sizes)
 
 
 def test_prefill_with_a_cache_of_bytes_compiles():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.decoding import sampling, speculation
+from bonsai_jax.decoding import sampling, step_width
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import draft_model
 from bonsai_jax.network.draft_model import DraftModelState
@@ -26,14 +26,16 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
     its row draws, with the noise of its position, so that two models which agree draw the same token.
 
     They are as many as the step reads that is expected to draw most tokens in its time
-    (speculation.tokens_to_read). Where that is a plain step, one token is drawn, which is checked but not
-    read: it shows when drafting would pay again.
+    (step_width.tokens_to_read). Where that is a plain step, one token is drawn, which is checked but not
+    read: it shows when drafting would pay again. None where even right ones cost too much, as those of a
+    large draft model for many rows.
     """
     s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
-    keys = speculation.key_time(params, state.cache, config) * state.cache.lengths
-    all_there = jnp.zeros((rows, count), jnp.int32)
-    choice = speculation.tokens_to_read(s, all_there, running, keys, time(params, config))
-    drafted = jnp.array([1, *(width - 1 for width in speculation.widths(count + 1)[1:])])[choice]
+    keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
+    all_there, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
+    choice = step_width.tokens_to_read(s, all_there, running, keys, share)
+    counts = [int(step_width.could_pay(rows, count + 1, share))]
+    counts += [width - 1 for width in step_width.widths(count + 1)[1:]]
     missing = max(0, config.vocab_size - config.draft_model.vocab_size)
 
     def draw(logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -46,7 +48,7 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
         state.cache,
         state.tokens,
         running,
-        drafted,
+        jnp.array(counts)[choice],
         count,
         config.draft_model,
         draw,
