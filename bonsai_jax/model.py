@@ -283,6 +283,7 @@ def start_state(
     """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them.
 
     checkpoints  those of the cache (cache.empty)
+    A draft layer or a draft model does not know what the cache holds, and proposes worse after it.
     """
     rows, speculate = cache.lengths.shape[0], chosen_proposer(model, speculate)
     ignore_eos = arguments.flag("ignore_eos", ignore_eos)

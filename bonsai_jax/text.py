@@ -77,7 +77,8 @@ def generate(
                     place (sampling.Logprobs)
     speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
                     proposals from the text itself (speculation.py); "mtp": with proposals from the file's
-                    draft layer, for a model loaded with RunConfig(draft=True)
+                    draft layer, for a model loaded with RunConfig(draft=True). A model that was loaded with
+                    RunConfig(draft_model=) has proposals from that model, and no others
     taps            edits activations (steering)
     read            what to read at the position from which each token is drawn: Output.activations. Prompt
                     and answer are read once more for it, at the speed of prefill (research/answers.py), and

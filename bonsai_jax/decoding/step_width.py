@@ -44,8 +44,7 @@ def tokens_to_read(
     """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
 
         a row draws 1 + p + p^2 + ... + p^(T - 1) tokens,    p its trust, as far as it has proposals
-
-        in      time(T) + share [(T - 1) time(1) + time(T)],    time(1) = 1
+        in          time(T) + share [(T - 1) time(1) + time(T)]
 
     keys   the time in which a token reads its row's keys (`key_time`): each token of a step does
     share  the time of a step of a draft model: it draws T - 1 tokens one by one, and afterwards reads the

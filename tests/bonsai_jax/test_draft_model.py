@@ -121,8 +121,8 @@ def test_it_proposes_its_own_answer_to_what_was_read(draft):
 
 
 def test_it_drafts_what_pays(monkeypatch):
-    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see, or none
-    if right ones would not pay."""
+    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see, or
+    none if right ones would not pay."""
 
     def count(trust: float, time: float, rows: int = 2) -> int:
         monkeypatch.setattr(draft_model, "time", lambda params, config: time)
@@ -252,6 +252,15 @@ def test_what_it_needs_is_said():
         match=r"draft_model: .*stories.* has another vocabulary than .*: token 0 is .*, not '!'; give",
     ):
         bj.load(source, bj.RunConfig(draft_model="stories"))
+
+
+def test_the_same_weights_without_it():
+    alone = model(LLAMA, LLAMA).without_draft_model()
+    want = [one.tokens for one in plain(LLAMA)]
+    assert [one.tokens for one in answers(alone)] == want
+    got = answers(alone, speculate="ngram", sampling=[GREEDY, HOT, PENALIZED, BIASED])
+    assert [one.tokens for one in got] == want
+    assert alone.params.embed is model(LLAMA, LLAMA).params.embed
 
 
 def test_vocabularies_may_differ_in_what_pads_them():

@@ -9,6 +9,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding.proposers import draft_model
 from bonsai_jax.network import cache as kv
 from checkpoints import synth
 from tests.agreement import divergence, log_softmax
@@ -102,3 +103,28 @@ def test_speculation_draws_what_plain_decoding_does(source, rows):
             scores = log_softmax(np.asarray(bj.logits(model, prompt + one.tokens[:at])[-1]))
             assert abs(scores[one.tokens[at]] - scores[other.tokens[at]]) < 0.1
         assert params is not biased or max(other.steps for other in got) < new - 1
+
+
+@pytest.mark.parametrize("draft", ["bonsai-1.7b:q1_0", "tiny-qwen3:q1_0"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_model_draws_what_plain_decoding_does(draft, rows, monkeypatch):
+    """A draft model that is the model, taken to be small, is right nearly always; one of other weights never.
+    The vocabulary of the tiny one is made as large."""
+    monkeypatch.setattr(draft_model, "time", lambda params, config: 0.05)
+    few = {"layers": 2, "vocab": 2048, "specials": 2000}
+    for name in ("bonsai-1.7b", "tiny-qwen3"):
+        monkeypatch.setitem(synth.MODELS, name, dataclasses.replace(synth.MODELS[name], **few))
+    run = bj.RunConfig(context=CONTEXT, batch_size=rows, draft_model=f"synth:{draft}")
+    model, new = bj.load("synth:bonsai-1.7b:q1_0", run), 64
+    ids = [np.random.default_rng(rows).integers(0, 200, 12 + row).tolist() for row in range(rows)]
+    for params in (bj.SamplingParams(temperature=0.0), bj.SamplingParams(seed=3)):
+        how = {"sampling": params, "max_new_tokens": new, "ignore_eos": True}
+        want, got = (bj.generate(each, ids, **how) for each in (model.without_draft_model(), model))
+        for prompt, one, other in zip(ids, want, got, strict=True):
+            at = parts(one.tokens, other.tokens)
+            print(f"{draft}, {rows} rows: {other.steps} steps of {one.steps}, texts part at {at}")
+            assert draft.startswith("tiny") or other.steps < new / 1.5
+            if at is None or params.temperature > 0:
+                continue
+            scores = log_softmax(np.asarray(bj.logits(model, prompt + one.tokens[:at])[-1]))
+            assert abs(scores[one.tokens[at]] - scores[other.tokens[at]]) < 0.1

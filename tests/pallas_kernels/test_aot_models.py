@@ -207,8 +207,8 @@ def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, to
 
 
 def test_a_draft_model_draws_by_the_kernels_of_a_plain_step():
-    """In one loop of as many turns as pay. Its cache stays in its place, and so does the model's, which is read
-    for its block table alone."""
+    """In one loop of as many turns as pay. Its cache stays in its place, and so does the model's, which is
+    read for its block table alone."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0")
         own, drafts, own_config = shapes("synth:tiny-qwen3:q1_0")
