@@ -166,11 +166,12 @@ def from_checkpoint(
         raise TypeError(f"checkpoint is a {name}; give what checkpoints.open_checkpoint returns")
     _check_load(run, mesh, progress, on_shapes)
     start_device()
-    proposes = opened_draft_model(run, offline=offline)
-    description = architectures.describe(checkpoint, draft=run.draft, draft_model=proposes)
+    draft_checkpoint = opened_draft_model(run, offline=offline)
+    description = architectures.describe(checkpoint, draft=run.draft, draft_model=draft_checkpoint)
     tokenizer = _tokenizer(checkpoint)  # before the plan, which needs the device
-    if proposes is not None:
-        _check_vocabulary(checkpoint.source, tokenizer, proposes.source, _tokenizer(proposes))
+    if draft_checkpoint is not None:
+        draft_tokens = _tokenizer(draft_checkpoint)
+        _check_vocabulary(checkpoint.source, tokenizer, draft_checkpoint.source, draft_tokens)
     mesh = None if mesh is None else placement.usable(mesh)
     where = placement.Placement(mesh, run.all_reduce)
     load_plan = plan(description, run, where)
@@ -305,8 +306,8 @@ def start_state(
             whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
             new = new.replace(draft=draft.empty(whole, model.run, rows, cache.num_pages))
         elif loads == "draft_model":
-            proposes: Any = model.config.draft_model
-            new = new.replace(draft=draft_model.empty(proposes, model.run, cache, checkpoints))
+            draft_config: Any = model.config.draft_model
+            new = new.replace(draft=draft_model.empty(draft_config, model.run, cache, checkpoints))
         state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)
 

@@ -178,8 +178,8 @@ def _check_states(
         own, others = states.get(kind, ()), expected.get(kind, ())
         _check(path, f"groups of layers with {kind}", len(own), len(others))
         for state, other in zip(own, others, strict=True):
-            for name, expects in other.sizes().items():
-                _check(path, name, state.sizes()[name], expects)
+            for name, expected_size in other.sizes().items():
+                _check(path, name, state.sizes()[name], expected_size)
 
 
 def _check(path, what: str, stored: Any, expected: Any) -> None:

@@ -52,8 +52,8 @@ def command(
 
     checkpoint = model.checkpoint()
     try:
-        proposes = opened_draft_model(requested, offline=model.offline)
-        description = architectures.describe(checkpoint, draft_model=proposes)
+        draft_checkpoint = opened_draft_model(requested, offline=model.offline)
+        description = architectures.describe(checkpoint, draft_model=draft_checkpoint)
     except UnsupportedArchitecture as error:
         _print_unsupported(checkpoint, error.missing, as_json)
         raise

@@ -152,9 +152,9 @@ def decode(
         def alone(state):
             if share > 0:
                 at_most = jnp.minimum(limit - i, steps_alone)
-                unseen = jnp.full_like(proposals, NO_TOKEN)  # one that is right is no reason to look again
-                run = functools.partial(_alone, plain, left=left, proposals=unseen, limit=at_most)
-                return _followed_together(run, params, state, config, most, logprobs)
+                unchecked = jnp.full_like(proposals, NO_TOKEN)  # one that is right is no reason to look again
+                alone_steps = functools.partial(_alone, plain, left=left, proposals=unchecked, limit=at_most)
+                return _followed_together(alone_steps, params, state, config, most, logprobs)
             trusted = jnp.any((left > 0) & (state.speculation.trust > TRUSTED))
             at_most = jnp.minimum(limit - i, jnp.where(trusted, 1, steps_alone))
             return _alone(plain, state, left, proposals, at_most, most, logprobs)
@@ -344,8 +344,8 @@ def _followed_together(
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
     """The plain steps of `alone`, up to `most`, whose tokens the draft model reads afterwards, together."""
     s: Any = state.speculation
-    first, parted = state.cache.lengths, state.replace(speculation=s.replace(draft=None))
-    made, steps, drawn = alone(state=parted, most=most, logprobs=logprobs)
+    first, undrafted = state.cache.lengths, state.replace(speculation=s.replace(draft=None))
+    made, steps, drawn = alone(state=undrafted, most=most, logprobs=logprobs)
     after: Any = drawn.state.speculation
     positions = first[:, None] + jnp.arange(most)
     positions = jnp.where(positions < drawn.state.cache.lengths[:, None], positions, -1)

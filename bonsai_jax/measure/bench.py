@@ -36,7 +36,7 @@ from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted, proposers, speculation
 from bonsai_jax.decoding import steps as core
-from bonsai_jax.model import Model, start_state
+from bonsai_jax.model import Model, chosen_proposer, start_state
 from bonsai_jax.network import decoder, parallel
 from bonsai_jax.network import params as weights
 from bonsai_jax.network.cache import KVCache
@@ -146,17 +146,28 @@ class Test:
         if self.depth:
             self._call(last_logits, parallel.place_rows(ids[:, : self.depth], model.mesh))
         if self.kind == "gen":
+            self.speculate = chosen_proposer(model, self.speculate)
             how = {"ignore_eos": True, "speculate": self.speculate}
             self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, **how)
+            if self.state.speculation is not None:
+                self._tell_proposer(parallel.place_rows(ids[:, : self.depth + 1], model.mesh))
             self.state = self.state.replace(tokens=self.ids[:, 0])
-            if (s := self.state.speculation) is not None:
-                known = parallel.place_rows(ids[:, : self.depth + 1], model.mesh)
-                first, valid = jnp.zeros(len(ids), jnp.int32), jnp.ones(known.shape, bool)
-                noted = speculation.note(s, known, first, valid)
-                self.state = self.state.replace(speculation=noted)
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the second run creates the CUDA graph
             self.run(warm=True)
+
+    def _tell_proposer(self, known: jax.Array) -> None:
+        """Give steps that speculate the tokens in the cache, and the newest. A draft layer or a draft model
+        reads them, with the model once more."""
+        state: Any = self.state
+        model = self.model
+        if state.speculation.draft is not None and self.depth:
+            lengths = jnp.full_like(state.cache.lengths, self.depth)
+            state = state.replace(cache=state.cache.reset())
+            state, *_ = jitted.prefill(model.params, state, known[:, :-1], lengths, model.config)
+        first, valid = jnp.zeros(len(known), jnp.int32), jnp.ones(known.shape, bool)
+        noted = speculation.note(state.speculation, known, first, valid)
+        self.state = state.replace(speculation=noted)
 
     def _call(self, function, *arrays) -> jax.Array:
         """Run a function that updates the cache; returns its other result."""

@@ -71,8 +71,8 @@ def follow(
     params, config  the draft model's
     cache           the model's, for its block table
     """
-    known = jnp.issubdtype(tokens.dtype, jnp.integer)
-    tokens = _known(tokens, config) if known else jnp.zeros(positions.shape, jnp.int32)
+    integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+    tokens = _clipped(tokens, config) if integers else jnp.zeros(positions.shape, jnp.int32)
     _, own = decoder.read(params, tokens, positions, state.under(cache), config)
     return state.replace(states=own.states)
 
@@ -102,7 +102,7 @@ def foresee(
         at = cache.lengths + i
         positions = jnp.where(running & (at < cache.capacity), at, -1)[:, None]
         before = own.replace(states=states)
-        hidden, after = decoder.read(params, _known(tokens, config)[:, None], positions, before, config)
+        hidden, after = decoder.read(params, _clipped(tokens, config)[:, None], positions, before, config)
         tokens = draw(decoder.unembed(params, hidden[:, 0], config), at + 1)
         return tokens, after.states, drawn.at[:, i].set(tokens)
 
@@ -112,6 +112,6 @@ def foresee(
     return drawn, state.replace(states=states)
 
 
-def _known(tokens: Int[Array, "*batch"], config: ModelConfig) -> Int[Array, "*batch"]:
+def _clipped(tokens: Int[Array, "*batch"], config: ModelConfig) -> Int[Array, "*batch"]:
     """Tokens as ids that the draft model has; vocabularies may differ in what pads them."""
     return jnp.clip(tokens, 0, config.vocab_size - 1)

@@ -98,8 +98,8 @@ def assembled(plan: LoadPlan, fields_read: list[Fields]) -> Params:
     draft model."""
     if plan.draft_model is not None:
         own = dataclasses.replace(plan, draft_model=None)
-        proposes = assembled(plan.draft_model, fields_read[-1:])
-        return assembled(own, fields_read[:-1]).replace(draft_model=proposes)
+        draft_params = assembled(plan.draft_model, fields_read[-1:])
+        return assembled(own, fields_read[:-1]).replace(draft_model=draft_params)
     placement, models = plan.placement, []
     for fields in fields_read:
         groups = fields["layers"].items()

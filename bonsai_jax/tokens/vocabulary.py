@@ -80,8 +80,8 @@ def differ_at(one: Vocabulary, other: Vocabulary) -> int | None:
     """The first token that is another one in two vocabularies. None: they are the same, but for padding
     (unused tokens) and up to MOST_MORE tokens at the end of one."""
     sizes = [len(v.kinds.rstrip(bytes([UNUSED]))) for v in (one, other)]
-    both = min(sizes)
-    for id, texts in enumerate(zip(one.texts[:both], other.texts[:both], strict=True)):
+    common = min(sizes)
+    for id, texts in enumerate(zip(one.texts[:common], other.texts[:common], strict=True)):
         if texts[0] != texts[1]:
             return id
-    return None if max(sizes) - both <= MOST_MORE else both
+    return None if max(sizes) - common <= MOST_MORE else common

@@ -212,9 +212,9 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     remedy = " or ".join(fewest) or "use a smaller quantization of this model, or a smaller model"
     weights, cache, scratch = _share(description, run, parts)
     beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
-    both = f" and its draft model {description.draft_model.source}" if description.draft_model else ""
+    more = f" and its draft model {description.draft_model.source}" if description.draft_model else ""
     raise MemoryError(
-        f"{description.source}{both}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
+        f"{description.source}{more}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
         f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
         f"{machine.device_name()}; {remedy}"
     )

@@ -51,10 +51,10 @@ def opened(source: str, **options) -> Checkpoint:
     return two_layers(checkpoint) if source == HYBRID else checkpoint
 
 
-def answers(of: bj.Model, **more) -> list[bj.Output]:
+def answers(pair: bj.Model, **more) -> list[bj.Output]:
     """Of four prompts in two rows, which change hands."""
     how = {"sampling": ROWS, "max_new_tokens": NEW, "ignore_eos": True, "logprobs": 1}
-    return bj.generate(of, PROMPTS, **(how | more))
+    return bj.generate(pair, PROMPTS, **(how | more))
 
 
 @functools.cache
@@ -82,39 +82,39 @@ def test_the_text_is_plain_decoding_s(source, draft):
         assert max(one.steps for one in got) > NEW // 2
 
 
-def prefilled(of: bj.Model, params=GREEDY, new: int = NEW) -> bj.State:
+def prefilled(pair: bj.Model, params=GREEDY, new: int = NEW) -> bj.State:
     """The states of the last two prompts, of which each has drawn a token."""
     tokens, lengths = np.zeros((2, 48), np.int32), np.array([len(ids) for ids in PROMPTS[2:]], np.int32)
     for row, ids in zip(tokens, PROMPTS[2:], strict=True):
         row[: len(ids)] = ids
-    state = bj.new_state(of, 2, 96, params, new, ignore_eos=True)
-    return jitted.prefill(of.params, state, tokens, lengths, of.config).state
+    state = bj.new_state(pair, 2, 96, params, new, ignore_eos=True)
+    return jitted.prefill(pair.params, state, tokens, lengths, pair.config).state
 
 
-def decoded(of: bj.Model, state: bj.State, limit: int):
-    return jitted.decode(of.params, state, of.config, limit=np.int32(limit), size=NEW)
+def decoded(pair: bj.Model, state: bj.State, limit: int):
+    return jitted.decode(pair.params, state, pair.config, limit=np.int32(limit), size=NEW)
 
 
-def proposed(of: bj.Model, state: bj.State) -> np.ndarray:
-    propose = jax.jit(functools.partial(draft_model.propose, config=of.config, count=3))
-    return np.asarray(propose(of.params, state)[0])
+def proposed(pair: bj.Model, state: bj.State) -> np.ndarray:
+    propose = jax.jit(functools.partial(draft_model.propose, config=pair.config, count=3))
+    return np.asarray(propose(pair.params, state)[0])
 
 
 @pytest.mark.parametrize("draft", [LLAMA, WINDOWED, HYBRID])
 def test_it_proposes_its_own_answer_to_what_was_read(draft):
     """After a prompt, after a step with proposals that were wrong, and after plain steps that it has read
     together; the draft model alone, in another program, says what it proposes."""
-    of, alone = model(QWEN3, draft), model(draft)
-    state, texts = prefilled(of), [list(ids) for ids in PROMPTS[2:]]
+    pair, alone = model(QWEN3, draft), model(draft)
+    state, texts = prefilled(pair), [list(ids) for ids in PROMPTS[2:]]
     for text, token in zip(texts, state.tokens.tolist(), strict=True):
         text.append(token)
     wrong = state.speculation.trust
     for limit, trust in ((1, 1.0), (3, 0.0), (5, 0.0), (1, 1.0), (0, 1.0)):
         trusting = state.speculation.replace(trust=jnp.full_like(wrong, 1.0))
         want = bj.generate(alone, texts, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
-        assert proposed(of, state.replace(speculation=trusting)).tolist() == [one.tokens for one in want]
+        assert proposed(pair, state.replace(speculation=trusting)).tolist() == [one.tokens for one in want]
         state = state.replace(speculation=trusting.replace(trust=jnp.full_like(wrong, trust)))
-        state, drawn, _ = decoded(of, state, limit)
+        state, drawn, _ = decoded(pair, state, limit)
         for text, tokens in zip(texts, drawn.tolist(), strict=True):
             text += [token for token in tokens if token != NO_TOKEN]
     assert state.cache.lengths.tolist() == [len(text) - 1 for text in texts]
@@ -126,11 +126,11 @@ def test_it_drafts_what_pays(monkeypatch):
 
     def count(trust: float, time: float, rows: int = 2) -> int:
         monkeypatch.setattr(draft_model, "time", lambda params, config: time)
-        of = model(LLAMA, LLAMA)
-        state = bj.new_state(of, rows, 32, GREEDY, NEW)
+        pair = model(LLAMA, LLAMA)
+        state = bj.new_state(pair, rows, 32, GREEDY, NEW)
         state = state.replace(tokens=jnp.full(rows, 3, jnp.int32))
         s = state.speculation.replace(trust=jnp.full(rows, trust))
-        tokens, _ = draft_model.propose(of.params, state.replace(speculation=s), of.config, s.width - 1)
+        tokens, _ = draft_model.propose(pair.params, state.replace(speculation=s), pair.config, s.width - 1)
         (numbers,) = {*(np.asarray(tokens) != NO_TOKEN).sum(1).tolist()}
         return numbers
 
@@ -141,11 +141,11 @@ def test_it_drafts_what_pays(monkeypatch):
 
 def test_its_time_is_the_share_of_bytes_that_it_reads(monkeypatch):
     monkeypatch.undo()
-    of = model(LLAMA, QWEN3)
-    read = [sum(w.nbytes for w in jax.tree.leaves(p)) for p in (of.params.draft_model, model(LLAMA).params)]
-    read[1] -= of.params.embed.nbytes  # it has an output matrix beside it
-    assert of.params.draft_model.head is None
-    assert draft_model.time(of.params, of.config) == pytest.approx(read[0] / read[1])
+    pair = model(LLAMA, QWEN3)
+    read = [sum(w.nbytes for w in jax.tree.leaves(p)) for p in (pair.params.draft_model, model(LLAMA).params)]
+    read[1] -= pair.params.embed.nbytes  # it has an output matrix beside it
+    assert pair.params.draft_model.head is None
+    assert draft_model.time(pair.params, pair.config) == pytest.approx(read[0] / read[1])
 
 
 def test_a_bad_draft_model_is_soon_left_alone(monkeypatch):
@@ -158,10 +158,10 @@ def test_a_bad_draft_model_is_soon_left_alone(monkeypatch):
         return foresee(params, state, cache, tokens, running, count, *others)
 
     monkeypatch.setattr(proposers.get("draft_model").draft_model, "foresee", counted)
-    of = model(LLAMA, QWEN3)
-    state = prefilled(of, new=60)
-    decode = jax.jit(functools.partial(bj.decode, config=of.config, limit=60, size=60))
-    state, drawn, _ = decode(of.params, state)
+    pair = model(LLAMA, QWEN3)
+    state = prefilled(pair, new=60)
+    decode = jax.jit(functools.partial(bj.decode, config=pair.config, limit=60, size=60))
+    state, drawn, _ = decode(pair.params, state)
     jax.effects_barrier()
     assert (np.asarray(drawn) != NO_TOKEN).sum(1).tolist() == [59, 59]
     assert float(state.speculation.trust.max()) < 0.5
@@ -172,11 +172,11 @@ def test_a_bad_draft_model_is_soon_left_alone(monkeypatch):
 def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
     """Of prompts with the same beginning the second one reads little, and proposals are right from the first:
     else steps of a row alone would be more. So in the next process, which reads files."""
-    of = model(LLAMA, LLAMA)
+    pair = model(LLAMA, LLAMA)
     prompt, other = [*PROMPTS[0][:64], 5, 6], [*PROMPTS[0][:64], 9, 8, 7]
     how = {"max_batch_size": 1, "prefix_cache": tmp_path}
     for first in (prompt, other):
-        with bj.Engine(of, **how) as engine:
+        with bj.Engine(pair, **how) as engine:
             for ids in (first, other):
                 options = {"max_new_tokens": NEW, "ignore_eos": True}
                 output = engine.submit(ids, HOT, **options).result(200)
@@ -184,7 +184,7 @@ def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
                 (want,) = bj.generate(model(LLAMA), [ids], sampling=HOT, **options)
                 assert output.tokens == want.tokens and output.steps <= 4
             assert cached >= 64
-    with bj.Engine(of, **how) as engine:
+    with bj.Engine(pair, **how) as engine:
         output = engine.submit(other, HOT, max_new_tokens=NEW, ignore_eos=True).result(200)
         assert output.cached_tokens >= 64 and output.steps <= 4
 
@@ -192,37 +192,37 @@ def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):
 @pytest.mark.parametrize("draft", [HYBRID, WINDOWED])
 def test_checkpoints_have_what_it_stores_of_rows(draft):
     """A recurrent state and a ring belong to a row: a prompt continues from a copy of both models'."""
-    of = model(draft, draft)
+    pair = model(draft, draft)
     prompt = PROMPTS[0] + PROMPTS[3]
     options = {"max_new_tokens": NEW, "ignore_eos": True}
-    with bj.Engine(of, max_batch_size=1) as engine:
+    with bj.Engine(pair, max_batch_size=1) as engine:
         outputs = [engine.submit(prompt + more, HOT, **options).result(200) for more in ([], [3], [3])]
     assert outputs[2].cached_tokens > 60
     assert outputs[1].steps == outputs[2].steps <= 5  # proposals are right after what was read or stored
-    want = bj.generate(model(of.source), [prompt, [*prompt, 3]], sampling=[HOT, HOT], **options)
+    want = bj.generate(model(pair.source), [prompt, [*prompt, 3]], sampling=[HOT, HOT], **options)
     assert [one.tokens for one in outputs[:2]] == [one.tokens for one in want]
     assert outputs[2].tokens == outputs[1].tokens
 
 
 def test_rows_with_constraints_and_prompts_of_vectors():
-    of, without = model(LLAMA, LLAMA), model(LLAMA)
+    pair, without = model(LLAMA, LLAMA), model(LLAMA)
     how = {"constraint": [bj.regex("[a-f]{12}"), None, None, None]}
-    got, want = answers(of, **how), answers(without, **how)
+    got, want = answers(pair, **how), answers(without, **how)
     assert [one.tokens for one in got] == [one.tokens for one in want]
     vectors = np.asarray(bj.embed(without.params, np.array(PROMPTS[1])))
     options = {"sampling": GREEDY, "max_new_tokens": NEW, "ignore_eos": True}
-    (one,), (other,) = (bj.generate(each, [vectors], **options) for each in (of, without))
+    (one,), (other,) = (bj.generate(each, [vectors], **options) for each in (pair, without))
     assert one.tokens == other.tokens
 
 
 @pytest.mark.parametrize("draft", [LLAMA, HYBRID, WINDOWED])
 def test_a_saved_state_goes_on(draft, tmp_path):
-    of = model(LLAMA, draft)
-    state, *_ = decoded(of, prefilled(of, [GREEDY, HOT]), 2)
+    pair = model(LLAMA, draft)
+    state, *_ = decoded(pair, prefilled(pair, [GREEDY, HOT]), 2)
     bj.save_state(tmp_path / "state", state)
-    again = bj.load_state(tmp_path / "state", of)
+    again = bj.load_state(tmp_path / "state", pair)
     jax.tree.map(np.testing.assert_array_equal, again.speculation, state.speculation)
-    got, want = decoded(of, again, NEW), decoded(of, state, NEW)
+    got, want = decoded(pair, again, NEW), decoded(pair, state, NEW)
     assert (np.asarray(want.tokens) != NO_TOKEN).sum() > NEW
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.state.speculation.steps, want.state.speculation.steps)
@@ -234,13 +234,13 @@ def test_a_saved_state_goes_on(draft, tmp_path):
 
 
 def test_what_it_needs_is_said():
-    of, source = model(LLAMA, LLAMA), "synth:tiny-llama:q8_0"
+    pair, source = model(LLAMA, LLAMA), "synth:tiny-llama:q8_0"
     with pytest.raises(ValueError, match=r"'ngram', but this model has the draft model 'synth:tiny-llama"):
-        bj.generate(of, [[1]], speculate="ngram")
+        bj.generate(pair, [[1]], speculate="ngram")
     with pytest.raises(ValueError, match=r"'draft_model' needs a draft model; .*draft_model=\"small.gguf\""):
         bj.generate(model(LLAMA), [[1]], speculate="draft_model")
     with pytest.raises(NotImplementedError, match="speculate='draft_model'; leave the draft model or these"):
-        bj.generate(of, [[1]], sampling=bj.SamplingParams(min_tokens=3))
+        bj.generate(pair, [[1]], sampling=bj.SamplingParams(min_tokens=3))
     with pytest.raises(ValueError, match="draft and draft_model are two proposers"):
         bj.RunConfig(draft=True, draft_model=source)
     with pytest.raises(TypeError, match="draft_model is a int"):
@@ -303,6 +303,6 @@ def test_the_command_line(tmp_path):
     }.items():
         done = run("generate", "-m", tiny, *more, *options)
         assert done.exit_code != 0 and message in " ".join(done.stderr.replace("│", "").split())
-    done = run("bench", "-m", tiny, "--draft", tiny, "-p", 0, "-n", 0, "-g", 8, "-r", 1, "--json")
+    done = run("bench", "-m", tiny, "--draft", tiny, "-p", 0, "-n", 0, "-g", 16, "-d", 32, "-r", 1, "--json")
     row = json.loads(done.stdout)
-    assert row["test"] == "gen8+draft_model" and row["tokens_per_step"] >= 1
+    assert row["test"] == "gen16+draft_model@d32" and row["tokens_per_step"] >= 4

@@ -267,8 +267,8 @@ def whole_context(
 
     if config.context:
         return config
-    proposes = opened_draft_model(config, offline=offline)
-    description = architectures.describe(checkpoint, draft=config.draft, draft_model=proposes)
+    draft_checkpoint = opened_draft_model(config, offline=offline)
+    description = architectures.describe(checkpoint, draft=config.draft, draft_model=draft_checkpoint)
     resolved = plan.resolve(description, config, parts)
     longest = memory.longest_context(description, resolved, parts)
     return dataclasses.replace(config, context=longest, weights=resolved.weights)

@@ -32,8 +32,8 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
     """
     s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
     keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
-    all_there, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
-    choice = step_width.tokens_to_read(s, all_there, running, keys, share)
+    all_proposed, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
+    choice = step_width.tokens_to_read(s, all_proposed, running, keys, share)
     counts = [int(step_width.could_pay(rows, count + 1, share))]
     counts += [width - 1 for width in step_width.widths(count + 1)[1:]]
     missing = max(0, config.vocab_size - config.draft_model.vocab_size)

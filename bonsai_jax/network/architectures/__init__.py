@@ -157,9 +157,9 @@ def describe(
     described = specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()), fold)
     if draft_model is None:
         return described
-    proposes = describe(draft_model)
-    config = dataclasses.replace(config, draft_model=proposes.config)
-    return dataclasses.replace(described, config=config, draft_model=proposes)
+    draft_description = describe(draft_model)
+    config = dataclasses.replace(config, draft_model=draft_description.config)
+    return dataclasses.replace(described, config=config, draft_model=draft_description)
 
 
 def config_of(checkpoint: Checkpoint) -> ModelConfig:
