@@ -10,6 +10,7 @@ from bonsai_jax.decoding import sampling, step_width
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import draft_model
 from bonsai_jax.network.draft_model import DraftModelState
+from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import decode_bytes
 
 LOADS = "draft_model"
@@ -65,6 +66,8 @@ def follow(
     positions: Int[Array, "B T"],
     config: Any,
 ) -> DraftModelState:
-    """The draft model's state after these tokens."""
+    """The draft model's state after these tokens; as it was where drafting could not even pay for one row."""
     own, cache = state.speculation.draft, state.cache
+    if not step_width.could_pay(1, STEP_TOKENS, time(params, config)):
+        return own
     return draft_model.follow(params.draft_model, own, cache, tokens, positions, config.draft_model)
