@@ -139,6 +139,18 @@ def test_it_drafts_what_pays(monkeypatch):
     assert count(0.7, 0.05) == 3 and count(0.7, 0.3) == 1  # of the same trust, by the draft model's size
 
 
+def test_it_reads_nothing_where_it_can_never_pay(monkeypatch):
+    pair = model(LLAMA, LLAMA)
+    state = bj.new_state(pair, 2, 32, GREEDY, NEW)
+    reads = {}
+    for share in (0.05, 0.6, 0.7):
+        monkeypatch.setattr(draft_model, "time", lambda params, config, share=share: share)
+        tokens, positions = jnp.array([[3], [4]]), jnp.zeros((2, 1), jnp.int32)
+        own = draft_model.follow(pair.params, state, None, tokens, positions, pair.config)
+        reads[share] = bool(jnp.any(own.states["attention"][0].k))
+    assert reads == {0.05: True, 0.6: True, 0.7: False}
+
+
 def test_its_time_is_the_share_of_bytes_that_it_reads(monkeypatch):
     monkeypatch.undo()
     pair = model(LLAMA, QWEN3)
