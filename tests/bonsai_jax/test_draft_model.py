@@ -1,5 +1,6 @@
 """A draft model proposes: the text is plain decoding's, and a draft model that agrees saves steps."""
 
+import dataclasses
 import functools
 import json
 from unittest import mock
@@ -22,6 +23,7 @@ from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.command_line import run
 from tests.bonsai_jax.test_speculation import BIASED, GREEDY, HOT, PENALIZED, two_layers
 from tests.bonsai_jax.tokens import assert_same
+from tests.pallas_kernels.aot import as_on_a_gpu, shapes
 
 LLAMA, QWEN3, HYBRID, WINDOWED = (
     f"synth:tiny-{name}" for name in ("llama:q8_0", "qwen3:q8_0", "qwen35:f32", "gemma3:q8_0")
@@ -151,7 +153,28 @@ def test_it_reads_nothing_where_it_can_never_pay(monkeypatch):
     assert reads == {0.05: True, 0.6: True, 0.7: False}
 
 
-def test_its_time_is_the_share_of_bytes_that_it_reads(monkeypatch):
+@pytest.mark.parametrize(
+    # Microseconds of their steps on an H200 (docs/performance.md).
+    ("source", "us", "draft", "draft_us"),
+    [("8b", 536, "1.7b", 309), ("8b", 536, "4b", 492), ("27b", 2160, "1.7b", 309)],
+)
+def test_on_a_gpu_its_layers_count(monkeypatch, source, us, draft, draft_us):
+    """By bytes alone they would be 0.23, 0.54 and 0.06 of the time."""
+    monkeypatch.undo()
+    with as_on_a_gpu((9, 0)):
+        (params, _, config), (own, _, own_config) = (
+            shapes(f"synth:bonsai-{name}:q1_0", context=64) for name in (source, draft)
+        )
+        config, seen = dataclasses.replace(config, draft_model=own_config), []
+
+        def traced(params):
+            seen.append(draft_model.time(params, config))
+
+        jax.eval_shape(traced, params.replace(draft_model=own))
+    assert 1 / 1.6 < seen[0] / (draft_us / us) < 1.6
+
+
+def test_its_time_on_a_cpu_is_the_share_of_bytes_that_it_reads(monkeypatch):
     monkeypatch.undo()
     pair = model(LLAMA, QWEN3)
     read = [sum(w.nbytes for w in jax.tree.leaves(p)) for p in (pair.params.draft_model, model(LLAMA).params)]

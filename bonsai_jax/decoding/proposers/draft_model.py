@@ -12,14 +12,24 @@ from bonsai_jax.network import draft_model
 from bonsai_jax.network.draft_model import DraftModelState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import decode_bytes
+from pallas_kernels import device
 
 LOADS = "draft_model"
 TRUST = 0.8  # of a model that was chosen for this
+LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)
 
 
 def time(params: Any, config: Any) -> float:
-    """The bytes of weights that a step of the draft model reads, relative to those of the model's."""
-    return decode_bytes(params.draft_model, config.draft_model) / decode_bytes(params, config)
+    """The time of a step of the draft model, relative to one of the model: by the bytes of weights that each
+    reads and, on a GPU, by how many layers each has. A small model reads little there, but its layers wait
+    for each other as those of a large one do."""
+    return _cost(params.draft_model, config.draft_model) / _cost(params, config)
+
+
+def _cost(params: Any, config: Any) -> float:
+    """The time of a step of one row, in bytes that could be read in it."""
+    layer_bytes = 0 if device.platform() == "cpu" else LAYER_BYTES
+    return decode_bytes(params, config) + config.num_layers * layer_bytes
 
 
 def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
