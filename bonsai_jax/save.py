@@ -75,8 +75,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
 
     A state that speculates with a draft model has that model's keys and values too, but not its weights: it
     needs a model that was loaded with a draft model of the same shape. Kernels of attention and of the draw
-    are those that this process chooses for the model, whatever wrote the
-    file.
+    are those that this process chooses for the model, whatever wrote the file.
     Raises ValueError for another file, and for a state that does not fit the model: layers, KV heads,
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.

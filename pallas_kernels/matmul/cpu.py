@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import formats
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
@@ -34,6 +35,13 @@ def run(
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
+    if FEW < len(x) <= 2 * FEW and formats.family(weights[0].format) == "bit":
+        # To unpack 1 bit a weight twice takes less time than to make a panel of them.
+        half = -(-len(x) // 2)
+        residuals = [None] * 2 if residual is None else jnp.split(residual.reshape(-1, n), [half])
+        halves = zip(jnp.split(x, [half]), residuals, strict=True)
+        y = [run(rows, weights, part_layer, layer, gamma, eps, r, activation) for rows, r in halves]
+        return jnp.concatenate(y).reshape(*batch, n)
     gamma, gamma_index = stacks.whole(*stacks.gamma_stack(gamma, layer))
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
     shape = functools.partial(rows.Kernel, rows=len(x)) if len(x) <= FEW else panels.Kernel

@@ -79,6 +79,7 @@ CASES += [
     for format in FORMATS
 ]
 CASES += [(format, 16, (7,)) for format in ("q4_0", "q4_k", "q1_0")]
+CASES += [("q1_0", 8, (rows,)) for rows in (8, 10, 11, 13)]  # in halves, of each kind, and a panel
 
 
 @pytest.mark.parametrize(("format", "bits", "rows"), CASES)
