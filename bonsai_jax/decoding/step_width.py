@@ -76,5 +76,5 @@ def _whole_time(rows: int, width: int, share: float) -> float:
 
 
 def _time(tokens: int) -> float:
-    """The time of a step that reads so many tokens in all, relative to one."""
+    """The time of a step that reads this number of tokens in all, relative to a step of one."""
     return float(np.interp(tokens, list(TIMES), list(TIMES.values())))

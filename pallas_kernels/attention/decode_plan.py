@@ -72,8 +72,8 @@ class Plan:
 
     @property
     def keys_of_one_split(self) -> int:
-        """With at most so many keys a row has one split. In a launch of their own, two splits take longer to
-        meet than one takes to visit its keys twice (LOG.md)."""
+        """The most keys of a row that one block reads alone. In a launch of attention only, two splits take
+        longer to meet than one takes to visit its keys twice (LOG.md)."""
         return KEYS_PER_SPLIT if self.one_launch or self.splits > 2 else 2 * KEYS_PER_SPLIT
 
     @property
