@@ -70,6 +70,16 @@ def check_decode(source, capability, cache_dtype="bfloat16", rank=0):
         assert "decode_layers" in compiled.as_text() and memory.temp_size_in_bytes < 2e6
 
 
+def with_draft_model(pair, source, rows=1, **sizes):
+    """What `shapes` makes of a model, with that of a draft model in it."""
+    params, state, config = pair
+    own, drafts, own_config = shapes(source, rows=rows, **sizes)
+    started = jax.eval_shape(lambda: speculation.start(rows, state.cache.capacity, "draft_model"))
+    states = draft_model.DraftModelState(dict(drafts.cache.states))
+    state = state.replace(speculation=started.replace(draft=states))
+    return params.replace(draft_model=own), state, dataclasses.replace(config, draft_model=own_config)
+
+
 # Q1_0 with a cache of bfloat16: an engine's dispatch below, and other GPUs.
 @pytest.mark.parametrize(
     ("source", "cache_dtype"),
@@ -89,11 +99,14 @@ def test_decode_with_adapters_copies_none_of_them():
     check_decode("synth:bonsai-8b:q1_0", (9, 0), rank=16)
 
 
-def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
-    """So nothing in it waits for the host."""
+@pytest.mark.parametrize("draft", [None, "synth:tiny-qwen3:q8_0"])
+def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(draft, tmp_path):
+    """So nothing in it waits for the host. With a draft model its loops are in it, too."""
     rows = 2
     with as_on_a_gpu((9, 0)):
         params, pool, config = shapes("synth:tiny-qwen3:q1_0", rows=rows, context=256)
+        if draft is not None:
+            params, pool, config = with_draft_model((params, pool, config), draft, rows=rows, context=256)
         columns = jax.ShapeDtypeStruct((rows, 2 + pool.cache.block_table.shape[1]), jnp.int32)
         compile_for_gpu(
             lambda params, pool, columns: on_device.decode(params, pool, columns, config, size=8),
@@ -210,13 +223,8 @@ def test_a_draft_model_draws_by_the_kernels_of_a_plain_step():
     """In one loop of as many turns as pay. Its cache stays in its place, and so does the model's, which is
     read for its block table alone."""
     with as_on_a_gpu((9, 0)):
-        params, state, config = shapes("synth:bonsai-8b:q1_0")
-        own, drafts, own_config = shapes("synth:tiny-qwen3:q1_0")
-        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "draft_model"))
-        states = dict(drafts.cache.states)
-        state = state.replace(speculation=started.replace(draft=draft_model.DraftModelState(states)))
-        params = params.replace(draft_model=own)
-        config = dataclasses.replace(config, draft_model=own_config)
+        own, drafts, own_config = shapes(draft := "synth:tiny-qwen3:q1_0")
+        params, state, config = with_draft_model(shapes("synth:bonsai-8b:q1_0"), draft)
         propose = proposers.get("draft_model").propose
         compiled = compile_for_gpu(
             lambda *arrays: propose(*arrays, config, 7), params, state, donate_argnums=1
