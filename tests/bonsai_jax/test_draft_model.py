@@ -85,7 +85,7 @@ def test_the_text_is_plain_decoding_s(source, draft):
 
 
 def prefilled(pair: bj.Model, params=GREEDY, new: int = NEW) -> bj.State:
-    """The states of the last two prompts, of which each has drawn a token."""
+    """A state that has read the last two prompts and has drawn a token for each."""
     tokens, lengths = np.zeros((2, 48), np.int32), np.array([len(ids) for ids in PROMPTS[2:]], np.int32)
     for row, ids in zip(tokens, PROMPTS[2:], strict=True):
         row[: len(ids)] = ids

@@ -124,6 +124,23 @@ def test_attention_in_lockstep_is_the_reference(
     check(most, layout, lengths, page_size, *problem(*sizes))
 
 
+@pytest.mark.parametrize(
+    # Multiprocessors for two blocks with one split each; keys with the new one; whether splits meet.
+    ("most", "keys", "meet"),
+    [(5, 256, False), (5, 257, True), (6, 129, True), (6, 128, False), (3, 300, False)],
+)
+def test_two_splits_meet_for_more_keys_than_three_do(most, keys, meet):
+    """What they exchange goes through the workspace."""
+    args, rest = problem(4, 2, 64, [keys - 1], 32, "float16", False, True)
+    qkv, *pages, _, positions, layer = args
+    table = np.arange(12, dtype=np.int32)[None] % pages[0].shape[1]  # room for three splits
+    angles = tuple(r[:, 0] for r in rest["rotation"])
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        behind = (*pages, table, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False)
+        *_, workspace = decode.decode_attention(qkv[:, 0], *behind)
+    assert np.any(np.asarray(workspace)) == meet
+
+
 def check(most, layout, lengths, page_size, args, rest, tokens=1):
     """The kernel in lockstep, on a GPU with this number of multiprocessors, against the reference."""
     want = attend_jit(*args, **rest)
