@@ -63,18 +63,23 @@ class Plan:
         return self.rows * self.kv_heads * self.group // self.heads
 
     @property
+    def most_splits(self) -> int:
+        """Blocks that there are for each row's block of query heads."""
+        return self.most_blocks // self.owners
+
+    @property
     def splits(self) -> int:
         """Splits of a row's keys, if it has more than one block's."""
         keys = self.pages * self.page_size
         if self.scores.window is not None:
             keys = min(keys, self.scores.window + KEYS - 1)
-        return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_blocks // self.owners))
+        return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_splits))
 
     @property
     def keys_of_one_split(self) -> int:
-        """The most keys of a row that one block reads alone. In a launch of attention only, two splits take
-        longer to meet than one takes to visit its keys twice (LOG.md)."""
-        return KEYS_PER_SPLIT if self.one_launch or self.splits > 2 else 2 * KEYS_PER_SPLIT
+        """The most keys of a row that one block reads alone. Where there are two blocks a row at most, in a
+        launch of attention only, they take longer to meet than one to visit its keys twice (LOG.md)."""
+        return KEYS_PER_SPLIT if self.one_launch or self.most_splits > 2 else 2 * KEYS_PER_SPLIT
 
     @property
     def team(self) -> int:

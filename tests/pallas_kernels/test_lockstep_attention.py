@@ -129,16 +129,17 @@ def test_attention_in_lockstep_is_the_reference(
     ("most", "keys", "meet"),
     [(5, 256, False), (5, 257, True), (6, 129, True), (6, 128, False), (3, 300, False)],
 )
-def test_two_splits_meet_for_more_keys_than_three_do(most, keys, meet):
-    """What they exchange goes through the workspace."""
+def test_splits_meet_sooner_where_a_row_has_three_blocks(most, keys, meet):
+    """What they exchange goes through the workspace. In a short context two of the three have keys."""
     args, rest = problem(4, 2, 64, [keys - 1], 32, "float16", False, True)
-    qkv, *pages, _, positions, layer = args
-    table = np.arange(12, dtype=np.int32)[None] % pages[0].shape[1]  # room for three splits
+    qkv, *pages, table, positions, layer = args
     angles = tuple(r[:, 0] for r in rest["rotation"])
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
-        behind = (*pages, table, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False)
-        *_, workspace = decode.decode_attention(qkv[:, 0], *behind)
-    assert np.any(np.asarray(workspace)) == meet
+        for more in (0, 8):  # pages
+            wider = np.pad(table, ((0, 0), (0, more)))
+            behind = (*pages, wider, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False)
+            *_, workspace = decode.decode_attention(qkv[:, 0], *behind)
+            assert np.any(np.asarray(workspace)) == meet
 
 
 def check(most, layout, lengths, page_size, args, rest, tokens=1):
