@@ -1,9 +1,8 @@
 """The gated delta net of one token a row, in one launch: convolution, norms, gates, state, gated norm.
 
-A block has a v head of a row, S of which its threads hold in registers: 4 neighbouring columns each, of
-K / groups rows.
+A block has a v head of a row, S of which its threads hold: 4 neighbouring columns each, of K / groups rows.
 
-    S, tail, qkv, weights -> registers           all asked for at once; S is most of it, 64 KB
+    S, tail, qkv, weights                        all asked for at once; S is most of it, 64 KB
     threads as channels:     convolution, silu -> shared memory; sums of squares by warp
     threads as parts of S:   S^T k, S^T q of their rows -> shared memory
     threads as columns:      their sums over groups -> d, o;  d -> shared memory, o's squares by warp
@@ -13,6 +12,10 @@ K / groups rows.
 With o = exp(g) S^T q + (k . q) d the old S is all that products need, and is read once. A k head's queries
 and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot
 of a position that no other block reads.
+
+A thread's part of S is in registers while there are few blocks, because there each microsecond of one counts.
+A multiprocessor has registers for one such block, and memory nothing to do while it works. So where there are
+many blocks S is in shared memory, which has room for two of them.
 """
 
 import dataclasses
@@ -23,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import device
 from pallas_kernels.delta.reference import Gates
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import silu
@@ -44,6 +48,7 @@ from pallas_kernels.gpu.values import (
 
 THREADS = 256
 WARPS = THREADS // 32
+MOST_IN_REGISTERS = 6  # blocks to a multiprocessor, in turn, that have S in registers
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
@@ -75,6 +80,7 @@ def delta_step(
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn
     states_ref, tails_ref = jax.new_ref(states), jax.new_ref(tails)
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
+    in_registers = rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
     made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
     y = launch(
         functools.partial(_body, eps=eps, grouped=grouped),
@@ -99,14 +105,16 @@ def delta_step(
             "products_smem": words(2 * groups * V),
             "d_smem": words(V),
             "o_smem": words(V // 32),
-        },
+        }
+        | ({} if in_registers else {"state_smem": words(K * V)}),
     )
     return y, jax.freeze(states_ref), jax.freeze(tails_ref)
 
 
 def _body(
     qkv_z, made, to_make, states, tails, positions, layer, weights, y,
-    u_smem, squares_smem, gates_smem, products_smem, d_smem, o_smem, *, eps: float, grouped: bool,
+    u_smem, squares_smem, gates_smem, products_smem, d_smem, o_smem, state_smem=None,
+    *, eps: float, grouped: bool,
 ):  # fmt: skip
     heads, K, V = states.type.shape[2:]
     row, head = lanes.block() // heads, lanes.block() % heads
@@ -122,12 +130,8 @@ def _body(
         count = K * V // (4 * THREADS)
         first = group * count
         place = lambda i: [layer, row, head, first + i, c * 4]  # noqa: E731
-        S = lanes.choose(
-            position != 0,
-            lambda: [v for i in range(count) for v in memory.load_reals(4, states, place(i))],
-            [real(0)] * (4 * count),
-        )
-        S = [S[4 * i : 4 * i + 4] for i in range(count)]
+        part = _InRegisters() if state_smem is None else _InSharedMemory(state_smem, thread)
+        part.ask(states, [place(i) for i in range(count)], position != 0)
         column = lanes.thread() % V
         z = memory.load(qkv_z, row, head * V + column + tails.type.shape[3])
         channels = _Channels(head, heads, K, V, tails.type.shape[3], grouped)
@@ -148,6 +152,8 @@ def _body(
 
         k, q = ([memory.load_reals(4, u_smem, [first + at + i]) for i in range(0, count, 4)] for at in (K, 0))
         k, q = ([x for four in fours for x in four] for fours in (k, q))
+        part.wait()
+        S = [part.load(i) for i in range(count)]
         for which, x in enumerate((k, q)):
             sums = [
                 functools.reduce(lambda so_far, i: fma(S[i][j], x[i], so_far), range(count), real(0))
@@ -192,12 +198,57 @@ def _body(
         lanes.block_barrier()
         d = memory.load_reals(4, d_smem, [c * 4])
         for i in range(count):
-            memory.store_reals(
-                [fma(k[i], e, retained * s) for e, s in zip(d, S[i], strict=True)], states, place(i)
-            )
+            new = [fma(k[i], e, retained * s) for e, s in zip(d, part.load(i), strict=True)]
+            memory.store_reals(new, states, place(i))
         with lanes.when(thread < V):
             mean = total([memory.load(o_smem, w) for w in range(V // 32)]) * (1 / V)
             memory.store(o * rsqrt(mean + eps) * gamma * silu(z), y, row, head * V + column)
+
+
+class _InRegisters:
+    """A thread's part of S, rows of 4 neighbouring columns."""
+
+    def ask(self, states, places: list, condition):
+        """Ask for the rows at these places, or have zeros where the condition does not hold."""
+        flat = lanes.choose(
+            condition,
+            lambda: [v for place in places for v in memory.load_reals(4, states, place)],
+            [real(0)] * (4 * len(places)),
+        )
+        self.rows = [flat[at : at + 4] for at in range(0, len(flat), 4)]
+
+    def wait(self):
+        """Until they are there."""
+
+    def load(self, i: int) -> list:
+        """Row i."""
+        return self.rows[i]
+
+
+class _InSharedMemory:
+    """The same; nobody else reads a thread's part, so no barrier is needed."""
+
+    def __init__(self, smem, thread):
+        self.smem, self.thread = smem, thread
+
+    def _place(self, i: int) -> list:
+        return [self.thread * 4 + i * (4 * THREADS)]
+
+    def ask(self, states, places: list, condition):
+        with lanes.when(condition):
+            target = memory.shared_address(self.smem) + integer(self.thread) * 16
+            for i, place in enumerate(places):
+                memory.copy_async(target, memory.address_of(states, place), 16, i * 16 * THREADS, source_at=0)
+        with lanes.when(~condition):
+            for i in range(len(places)):
+                memory.store_reals([real(0)] * 4, self.smem, self._place(i))
+        memory.commit_copies()
+
+    def wait(self):
+        memory.wait_copies(0)
+
+    def load(self, i: int) -> list:
+        return memory.load_reals(4, self.smem, self._place(i))
 
 
 class _Channels:

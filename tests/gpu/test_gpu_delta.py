@@ -30,11 +30,11 @@ pytestmark = pytest.mark.gpu
     ("k_heads", "v_heads", "K", "V", "grouped"),
     [(16, 48, 128, 128, False), (2, 4, 64, 64, True), (2, 2, 128, 64, False)],
 )
-@pytest.mark.parametrize("tokens", [1, 2, 64, 200])
-def test_kernels_are_float64_s(k_heads, v_heads, K, V, grouped, tokens):
+@pytest.mark.parametrize(("tokens", "repeats"), [(1, 1), (1, 5), (2, 1), (64, 1), (200, 1)])
+def test_kernels_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, repeats):
     """Rows at their first token, in the middle, with fewer tokens than others, and ended; the same bits
-    twice."""
-    args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], tokens, hidden=5120)
+    twice. 20 rows of 48 heads are more blocks than have S in registers."""
+    args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1] * repeats, tokens, hidden=5120)
     args[4][2, (tokens + 1) // 2 :] = -1
     want = of_float64(args, weights, grouped)
     weights = jax.tree.map(jnp.asarray, weights)

@@ -11,7 +11,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network.kinds import delta_net as kind
 from bonsai_jax.network.kinds.place import Place
-from pallas_kernels.delta import Gates, delta_net
+from pallas_kernels.delta import Gates, delta_net, step
 from tests.pallas_kernels.lockstep import lockstep
 
 EPS = 1e-6
@@ -104,10 +104,15 @@ def check(got, args, want, limit):
     ("k_heads", "v_heads", "K", "V", "grouped", "dtype"),
     [(2, 6, 128, 128, False, jnp.bfloat16), (2, 4, 64, 64, True, jnp.float32), (1, 2, 128, 64, True, None)],
 )
-@pytest.mark.parametrize("impl", ["delta_step", "reference"])
-def test_a_step_is_float64_s(k_heads, v_heads, K, V, grouped, dtype, impl):
+@pytest.mark.parametrize(
+    ("impl", "most_in_registers"), [("delta_step", 6), ("delta_step", 0), ("reference", 6)]
+)
+def test_a_step_is_float64_s(
+    k_heads, v_heads, K, V, grouped, dtype, impl, most_in_registers, monkeypatch
+):  # fmt: skip
     """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates
-    made in the kernel, of weights of 16 and 32 bits, and before it."""
+    made in the kernel, of weights of 16 and 32 bits, and before it; S in registers and in shared memory."""
+    monkeypatch.setattr(step, "MOST_IN_REGISTERS", most_in_registers)
     args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280)
     qkv_z, gates, states, tails, positions, layer = args
     if dtype is not None:
