@@ -103,6 +103,7 @@ HOT = {
     "rotated": lambda: rotated(16, 5120),
     "rotated, heads regrouped": lambda: rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: delta_step(1),
+    "delta step, 32 rows": lambda: delta_step(32),  # S in shared memory
     "delta step, 16 rows, gates made": lambda: delta_step(16, gates_made=True),
     "attention of a window": lambda: attention(32, 16, 128, False, "float16", scores=GEMMA_2),
     "attention of a window, 256 wide, int8": lambda: attention(8, 4, 256, True, "int8", scores=GEMMA_3),
@@ -142,6 +143,7 @@ HOT_ON_HOPPER = {
     "many: q4_k out, 512 rows": lambda: many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
     "many: q6_k down": lambda: many_rows_of_integers("q6_k", 4096, 12288, 1, 2048),
     "many: q4_k gate and up, 16 rows": lambda: many_rows_of_integers("q4_k", 12288, 4096, 2, 16),
+    "many: q6_k gate and up, 64 rows": lambda: many_rows_of_integers("q6_k", 14336, 4096, 2, 64),
     "many: q4_k down, 64 rows": lambda: many_rows_of_integers("q4_k", 4096, 12288, 1, 64),
     "many: q6_k down, 32 rows": lambda: many_rows_of_integers("q6_k", 4096, 12288, 1, 32),
     "many: q8_0 down": lambda: many_rows_of_integers("q8_0", 4096, 12288, 1, 2048),
