@@ -323,6 +323,13 @@ def guess(s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]) -
     return sample(s.replace(**neutral, **none, table=jnp.ones(rows, jnp.int32)), logits, positions)[0]
 
 
+def guess_each(s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
+    """`guess` at T positions of each row."""
+    without = s.replace(seen=None, counts=None, table=None)  # tables are large, and a guess reads none
+    each = jax.tree.map(lambda x: jnp.repeat(x, positions.shape[1], axis=0), without)
+    return guess(each, logits.reshape(-1, logits.shape[-1]), positions.reshape(-1)).reshape(positions.shape)
+
+
 def rules(s: Sampler, allowed: UInt32[Array, "B words"] | None = None) -> Rules:
     """The rules of a draw; allowed: as for `sample`."""
     same = [name for name in Rules._fields if name not in ("table", "allowed")]

@@ -12,7 +12,9 @@ add in another order than a product of one, which shows at near-ties.
 
 Wrong proposals cost time, so a step reads as many as pay, by the share of the latest that were right
 (`tokens_to_read`). Those that are not read are checked too, against the token that is drawn: so a row's trust
-in its proposals rises again without a step that is slower.
+in its proposals rises again without a step that is slower. A draft model, whose proposals take time, makes
+none while they do not pay. It reads the tokens of many plain steps together, and is checked by what it would
+have proposed in the place of the latest.
 
 Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
 its proposals without updating the state, stores what each token would change (its projections in every
@@ -64,7 +66,7 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
 
 
 ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
-ALONE_AT_COST = 8  # such steps where a look takes a step of a draft model, which then reads them at once
+ALONE_AT_COST = 32  # such steps before a draft model reads their tokens together: 32 in the time of 4
 TRUSTED = 0.5  # from here on a row looks at each step, where that takes no time: most tokens will be proposed
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
@@ -80,8 +82,23 @@ def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "
     for i in range(proposals.shape[1]):  # column by column: one kernel
         checked = right & (proposals[:, i] != NO_TOKEN) & (tokens[:, i] != NO_TOKEN)
         right = checked & (proposals[:, i] == tokens[:, i])
-        trust = jnp.where(checked, KEEP * trust + jnp.where(right, 1 - KEEP, 0.0), trust)
+        trust = jnp.where(checked, _after(trust, right), trust)
     return s.replace(trust=trust)
+
+
+def compared(s: Speculation, guesses: Int[Array, "B T"], tokens: Int[Array, "B T"]) -> Speculation:
+    """With the trust in a row's proposals after guesses, each made from the tokens that precede it: all of
+    them count, by the rule of `learned`. tokens: what was drawn in their places; NO_TOKEN: no guess or token.
+    """
+    trust = s.trust
+    for i in range(guesses.shape[1]):
+        checked = (guesses[:, i] != NO_TOKEN) & (tokens[:, i] != NO_TOKEN)
+        trust = jnp.where(checked, _after(trust, guesses[:, i] == tokens[:, i]), trust)
+    return s.replace(trust=trust)
+
+
+def _after(trust: Float[Array, "B"], right: Bool[Array, "B"]) -> Float[Array, "B"]:
+    return KEEP * trust + jnp.where(right, 1 - KEEP, 0.0)
 
 
 def note(
@@ -96,7 +113,7 @@ def note(
 def follow(
     params: Params,
     state: State,
-    hidden: Float[Array, "B T H"] | None,
+    hidden: Float[Array, "B T H"],
     tokens: Int[Array, "B T"] | Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     config: ModelConfig,
@@ -131,7 +148,7 @@ def decode(
     proposer = proposers.get(state.speculation.proposer)
     options = {"config": config, "logprobs": logprobs, **options}
     plain, share = functools.partial(plain, params, **options), proposer.time(params, config)
-    steps_alone = ALONE if share == 0 else ALONE_AT_COST
+    steps_alone = ALONE if share == 0 else min(ALONE_AT_COST, size)
     most = max(width, steps_alone)
     each_key = key_time(params, state.cache, config)
 
@@ -152,8 +169,8 @@ def decode(
         def alone(state):
             if share > 0:
                 at_most = jnp.minimum(limit - i, steps_alone)
-                unchecked = jnp.full_like(proposals, NO_TOKEN)  # one that is right is no reason to look again
-                alone_steps = functools.partial(_alone, plain, left=left, proposals=unchecked, limit=at_most)
+                nothing = jnp.full_like(proposals, NO_TOKEN)  # does not end these steps
+                alone_steps = functools.partial(_alone, plain, left=left, proposals=nothing, limit=at_most)
                 return _followed_together(alone_steps, params, state, config, most, logprobs)
             trusted = jnp.any((left > 0) & (state.speculation.trust > TRUSTED))
             at_most = jnp.minimum(limit - i, jnp.where(trusted, 1, steps_alone))
@@ -163,11 +180,15 @@ def decode(
             drawn = step(params, state, proposals[:, : count - 1], left > 0, **options)
             return 1, (left > 0).astype(jnp.int32), _widened(drawn, most)
 
+        keys = each_key * state.cache.lengths
+        choice = tokens_to_read(state.speculation, proposals, left > 0, keys, share)
         made, steps, (state, tokens, scores) = jax.lax.switch(
-            tokens_to_read(state.speculation, proposals, left > 0, each_key * state.cache.lengths, share),
+            choice,
             [alone, *(functools.partial(with_proposals, count) for count in widths(width)[1:])],
             state,
         )
+        if share > 0:  # plain steps have learned from their own guesses
+            proposals = jnp.where(choice > 0, proposals, NO_TOKEN)
         s = learned(state.speculation, proposals, tokens[:, :width])
         state = state.replace(speculation=s.replace(steps=s.steps + steps))
         drawn = tokens != NO_TOKEN
@@ -342,16 +363,30 @@ def _followed_together(
     most: int,
     logprobs: int | None,
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
-    """The plain steps of `alone`, up to `most`, whose tokens the draft model reads afterwards, together."""
+    """The plain steps of `alone`, up to `most`, whose tokens the draft model reads afterwards, together. Its
+    guesses from what it reads, in the place of tokens that were drawn, change the trust in it."""
     s: Any = state.speculation
     first, undrafted = state.cache.lengths, state.replace(speculation=s.replace(draft=None))
     made, steps, drawn = alone(state=undrafted, most=most, logprobs=logprobs)
     after: Any = drawn.state.speculation
-    positions = first[:, None] + jnp.arange(most)
-    positions = jnp.where(positions < drawn.state.cache.lengths[:, None], positions, -1)
-    tokens = jnp.take_along_axis(after.ids, jnp.maximum(positions, 0), 1)
     own = drawn.state.replace(speculation=after.replace(draft=s.draft))
-    return made, steps, drawn._replace(state=follow(params, own, None, tokens, positions, config))
+
+    def read(width):
+        """What the draft model stores, and the trust in it, after it has read up to `width` tokens of each
+        row."""
+        positions = first[:, None] + jnp.arange(width)
+        positions = jnp.where(positions < own.cache.lengths[:, None], positions, -1)
+        tokens = jnp.take_along_axis(after.ids, jnp.maximum(positions, 0), 1)
+        draft, guesses = proposers.get(s.proposer).follow_and_guess(params, own, tokens, positions, config)
+        # A row's steps are one after another from the first: column i is what it drew after the i-th token.
+        return draft, compared(after, guesses, drawn.tokens[:, :width]).trust
+
+    # A dispatch may be of few steps: then few tokens are read, in the time of few.
+    few = min(STEP_TOKENS, most)
+    reads = [functools.partial(read, width) for width in sorted({few, most})]
+    draft, trust = jax.lax.switch((made > few).astype(jnp.int32), reads)
+    after = after.replace(draft=draft, trust=trust)
+    return made, steps, drawn._replace(state=own.replace(speculation=after))
 
 
 def _widened(drawn: Drawn, width: int) -> Drawn:

@@ -193,7 +193,7 @@ def decoder(
             return tuple(taps.taps_layer(number + run.period * turn) for number in places)
 
         def body(carry, turn, tapped):
-            each = []
+            turn, each = turn.astype(jnp.int32), []
             for number, is_tapped in zip(places, tapped, strict=True):
                 carry, read = layer_step(carry, number, is_tapped, turn, run.period)
                 each.append(read)
@@ -201,7 +201,10 @@ def decoder(
 
         for alike, some in itertools.groupby(range(run.turns), tapped):
             turns = list(some)
-            some_body, numbers = functools.partial(body, tapped=alike), jnp.arange(turns[0], turns[-1] + 1)
+            # Of 16 bits, and widened in the loop: XLA would copy the int32 of a turn asynchronously, and no
+            # loop with such a copy is captured in a CUDA graph.
+            numbers = jnp.arange(turns[0], turns[-1] + 1, dtype=jnp.int16)
+            some_body = functools.partial(body, tapped=alike)
             if remat:  # x alone goes from turn to turn: a backward pass has one cache, not one for each
                 alone = lambda x, turn, own=some_body: _first(own((x, cache, {}), turn))  # noqa: E731
                 x, each = jax.lax.scan(recomputed(alone, remat), carry[0], numbers)

@@ -1,11 +1,11 @@
 """A draft model: a smaller model with the same vocabulary, which proposes tokens that the model checks.
 
     the model       reads t0 t1 t2 t3                        draws t4
-    draft model     reads t0 t1 t2 t3 (`follow`), then  t4 -> p1, p1 -> p2, p2 -> p3 (`foresee`)
+    draft model     reads t0 t1 t2 t3 (`read`), then  t4 -> p1, p1 -> p2, p2 -> p3 (`foresee`)
 
 It reads what the model reads, so its keys and values have pages of their own under the model's block table
 and lengths: rows, shared prefixes and files need nothing more. Those of proposals are written over. A
-recurrent state has no such places, so proposals do not change it, and `follow` reads the accepted ones again.
+recurrent state has no such places, so proposals do not change it, and `read` gets the accepted ones again.
 
 It never sees vectors that stand for tokens, nor taps or adapters: with these it proposes worse.
 """
@@ -58,23 +58,24 @@ def empty(config: ModelConfig, run: RunConfig, cache: KVCache, checkpoints: int 
     return DraftModelState(own.states, own.chunk)
 
 
-def follow(
+def read(
     params: Params,
     state: DraftModelState,
     cache: KVCache,
     tokens: Int[Array, "B T"] | Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     config: ModelConfig,
-) -> DraftModelState:
-    """The draft model's state after the tokens at these positions (-1: none), which the model has read.
+) -> tuple[Float[Array, "B T H"], DraftModelState]:
+    """The draft model's hidden vectors and its state after the tokens at these positions (-1: none), which
+    the model has read.
 
     params, config  the draft model's
     cache           the model's, for its block table
     """
     integers = jnp.issubdtype(tokens.dtype, jnp.integer)
     tokens = _clipped(tokens, config) if integers else jnp.zeros(positions.shape, jnp.int32)
-    _, own = decoder.read(params, tokens, positions, state.under(cache), config)
-    return state.replace(states=own.states)
+    hidden, own = decoder.read(params, tokens, positions, state.under(cache), config)
+    return hidden, state.replace(states=own.states)
 
 
 def foresee(

@@ -12,7 +12,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import machine
-from bonsai_jax.decoding import jitted, proposers
+from bonsai_jax.decoding import jitted, sampling, step_width
 from bonsai_jax.decoding.proposers import draft_model
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import architectures
@@ -84,12 +84,13 @@ def test_the_text_is_plain_decoding_s(source, draft):
         assert max(one.steps for one in got) > NEW // 2
 
 
-def prefilled(pair: bj.Model, params=GREEDY, new: int = NEW) -> bj.State:
-    """A state that has read the last two prompts and has drawn a token for each."""
-    tokens, lengths = np.zeros((2, 48), np.int32), np.array([len(ids) for ids in PROMPTS[2:]], np.int32)
-    for row, ids in zip(tokens, PROMPTS[2:], strict=True):
+def prefilled(pair: bj.Model, params=GREEDY, new: int = NEW, rows: int = 2) -> bj.State:
+    """A state that has read the last prompts, two unless said otherwise, and has drawn a token for each."""
+    prompts = PROMPTS[-rows:]
+    tokens, lengths = np.zeros((rows, 48), np.int32), np.array([len(ids) for ids in prompts], np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
         row[: len(ids)] = ids
-    state = bj.new_state(pair, 2, 96, params, new, ignore_eos=True)
+    state = bj.new_state(pair, rows, 96, params, new, ignore_eos=True)
     return jitted.prefill(pair.params, state, tokens, lengths, pair.config).state
 
 
@@ -107,11 +108,11 @@ def test_it_proposes_its_own_answer_to_what_was_read(draft):
     """After a prompt, after a step with proposals that were wrong, and after plain steps that it has read
     together; the draft model alone, in another program, says what it proposes."""
     pair, alone = model(QWEN3, draft), model(draft)
-    state, texts = prefilled(pair), [list(ids) for ids in PROMPTS[2:]]
+    state, texts = prefilled(pair, new=2 * NEW), [list(ids) for ids in PROMPTS[2:]]
     for text, token in zip(texts, state.tokens.tolist(), strict=True):
         text.append(token)
     wrong = state.speculation.trust
-    for limit, trust in ((1, 1.0), (3, 0.0), (5, 0.0), (1, 1.0), (0, 1.0)):
+    for limit, trust in ((1, 1.0), (3, 0.0), (9, 0.0), (1, 1.0), (0, 1.0)):
         trusting = state.speculation.replace(trust=jnp.full_like(wrong, 1.0))
         want = bj.generate(alone, texts, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
         assert proposed(pair, state.replace(speculation=trusting)).tolist() == [one.tokens for one in want]
@@ -123,8 +124,7 @@ def test_it_proposes_its_own_answer_to_what_was_read(draft):
 
 
 def test_it_drafts_what_pays(monkeypatch):
-    """Seven tokens for one row and three for two, if they are likely right and cheap; else one, to see, or
-    none if right ones would not pay."""
+    """Seven tokens for one row and three for two, if they are likely right and cheap; else none."""
 
     def count(trust: float, time: float, rows: int = 2) -> int:
         monkeypatch.setattr(draft_model, "time", lambda params, config: time)
@@ -137,20 +137,39 @@ def test_it_drafts_what_pays(monkeypatch):
         return numbers
 
     assert [count(1.0, 0.05), count(1.0, 0.05, rows=1), count(0.6, 0.05, rows=1)] == [3, 7, 3]
-    assert [count(0.3, 0.05), count(1.0, 1.0)] == [1, 0]
-    assert count(0.7, 0.05) == 3 and count(0.7, 0.3) == 1  # of the same trust, by the draft model's size
+    assert [count(0.3, 0.05), count(1.0, 1.0)] == [0, 0]
+    assert count(0.7, 0.05) == 3 and count(0.7, 0.3) == 0  # of the same trust, by the draft model's size
+    assert count(1.0, 0.45) == 0  # it would pay, if this trust were not chance
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "share", "pays"),
+    [
+        *((1, 8, 0.55, False), (1, 8, 0.4, False), (1, 8, 0.39, True), (1, 8, 0.22, True)),
+        *((2, 4, 0.22, True), (4, 2, 0.22, False), (8, 2, 0.16, False), (8, 2, 0.15, True)),
+    ],
+)
+def test_it_could_pay_if_nine_of_ten_were_right(rows, width, share, pays):
+    """Also by hand: four tokens of one row are 3.439, in the time of 1.4 and of three single draft steps and
+    one of four tokens; two of eight rows 1.9, in that of 2.4 for 1.77, and of one draft step and a following
+    one."""
+    assert step_width.could_pay(rows, width, share) == pays
+    if rows == 1:
+        assert ((1 + 0.9 + 0.81 + 0.729) / (1.4 + share * (3 + 1.4)) > 1.1) == pays
+    if rows == 8:
+        assert (1.9 * 1.77 / (2.4 + share * (1.77 + 2.4)) > 1.1) == pays
 
 
 def test_it_reads_nothing_where_it_can_never_pay(monkeypatch):
     pair = model(LLAMA, LLAMA)
     state = bj.new_state(pair, 2, 32, GREEDY, NEW)
     reads = {}
-    for share in (0.05, 0.6, 0.7):
+    for share in (0.05, 0.39, 0.4):
         monkeypatch.setattr(draft_model, "time", lambda params, config, share=share: share)
         tokens, positions = jnp.array([[3], [4]]), jnp.zeros((2, 1), jnp.int32)
         own = draft_model.follow(pair.params, state, None, tokens, positions, pair.config)
         reads[share] = bool(jnp.any(own.states["attention"][0].k))
-    assert reads == {0.05: True, 0.6: True, 0.7: False}
+    assert reads == {0.05: True, 0.39: True, 0.4: False}
 
 
 @pytest.mark.parametrize(
@@ -183,25 +202,137 @@ def test_its_time_on_a_cpu_is_the_share_of_bytes_that_it_reads(monkeypatch):
     assert draft_model.time(pair.params, pair.config) == pytest.approx(read[0] / read[1])
 
 
-def test_a_bad_draft_model_is_soon_left_alone(monkeypatch):
-    """It draws a token at every eighth step, and reads eight at a time."""
-    drafts = []
-    foresee = proposers.get("draft_model").draft_model.foresee
+LONG = 60  # tokens: more than a row draws between two looks at its draft model
 
-    def counted(params, state, cache, tokens, running, count, *others):
+
+def compiled(pair: bj.Model, limit: int = LONG):
+    """decode(params, state), in a program of its own: the share of a draft step's time is a part of it."""
+    return jax.jit(functools.partial(bj.decode, config=pair.config, limit=limit, size=LONG))
+
+
+@pytest.fixture
+def work(monkeypatch) -> tuple[list, list]:
+    """What draft models do: the tokens that they draft for each step or group of plain steps; and how many
+    tokens of each row they read along, with the number that the program has room for."""
+    drafts, reads = [], []
+    network = draft_model.draft_model
+    foresee, read = network.foresee, network.read
+
+    def counted_drafts(params, state, cache, tokens, running, count, *others):
         jax.debug.callback(lambda count: drafts.append(int(count)), count)
         return foresee(params, state, cache, tokens, running, count, *others)
 
-    monkeypatch.setattr(proposers.get("draft_model").draft_model, "foresee", counted)
-    pair = model(LLAMA, QWEN3)
-    state = prefilled(pair, new=60)
-    decode = jax.jit(functools.partial(bj.decode, config=pair.config, limit=60, size=60))
-    state, drawn, _ = decode(pair.params, state)
+    def counted_reads(params, state, cache, tokens, positions, config):
+        room = positions.shape[1]
+        jax.debug.callback(lambda number: reads.append((room, number.tolist())), (positions >= 0).sum(1))
+        return read(params, state, cache, tokens, positions, config)
+
+    monkeypatch.setattr(network, "foresee", counted_drafts)
+    monkeypatch.setattr(network, "read", counted_reads)
+    return drafts, reads
+
+
+def test_a_draft_model_that_is_never_right_is_soon_left_alone(monkeypatch, work):
+    """From then on it drafts nothing, and reads the tokens of 32 plain steps together. Four steps read
+    proposals: 0.8 (7/8)^4 < 0.49, from where four tokens for two rows pay (1.65 steps, and a tenth more)."""
+    pair = model(LLAMA, LLAMA)
+    state = prefilled(pair, [GREEDY, HOT], new=LONG)
+    guess = sampling.guess
+    monkeypatch.setattr(sampling, "guess", lambda s, logits, at: (guess(s, logits, at) + 1) % logits.shape[1])
+    state, drawn, _ = compiled(pair)(pair.params, state)
     jax.effects_barrier()
-    assert (np.asarray(drawn) != NO_TOKEN).sum(1).tolist() == [59, 59]
-    assert float(state.speculation.trust.max()) < 0.5
-    first, last = drafts[0], drafts[-4:]
-    assert first == 3 and last == [1] * 4 and len(drafts) < 20
+    drafts, reads = work
+    assert (np.asarray(drawn) != NO_TOKEN).sum(1).tolist() == [LONG - 1] * 2
+    assert drafts == [3, 3, 3, 3, 0, 0]
+    assert reads[-6:] == [(4, [1, 1])] * 4 + [(32, [32, 32]), (32, [23, 23])]
+    assert state.speculation.steps.tolist() == [LONG - 1] * 2
+    np.testing.assert_allclose(state.speculation.trust, 0.8 * (7 / 8) ** (4 + 8 + 8), rtol=1e-5)
+
+
+def test_a_draft_model_that_could_never_pay_does_nothing(monkeypatch, work):
+    pair = model(LLAMA, LLAMA)
+    before = prefilled(pair, HOT, new=LONG, rows=1)
+    trusted = before.replace(speculation=before.speculation.replace(trust=jnp.ones(1)))
+    jax.effects_barrier()
+    del work[1][:]  # what it read of the prompt
+    monkeypatch.setattr(draft_model, "time", lambda params, config: 0.55)
+    after = compiled(pair)(pair.params, trusted).state
+    jax.effects_barrier()
+    assert work == ([], [])
+    jax.tree.map(np.testing.assert_array_equal, after.speculation.draft, before.speculation.draft)
+
+
+def test_drafting_begins_again_when_guesses_are_right(monkeypatch, work):
+    """The draft model is the model. After 32 plain steps the latest eight guesses, of a greedy and of a
+    sampled row, make the trust 1 - (7/8)^8, with which a step drafts three tokens, and soon seven."""
+    monkeypatch.setattr(draft_model, "time", lambda params, config: 0.1)
+    pair = model(LLAMA, LLAMA)
+    for params in (GREEDY, HOT):
+        state = prefilled(pair, params, new=LONG, rows=1)
+        state = state.replace(speculation=state.speculation.replace(trust=jnp.zeros(1)))
+        state, first, _ = compiled(pair, 32)(pair.params, state)
+        assert state.speculation.steps.tolist() == [(np.asarray(first) != NO_TOKEN).sum()] == [32]
+        np.testing.assert_allclose(state.speculation.trust, 1 - (7 / 8) ** 8, rtol=1e-6)
+        state, rest, _ = compiled(pair)(pair.params, state)
+        jax.effects_barrier()
+        drafts, reads = work
+        assert (np.asarray(rest) != NO_TOKEN).sum() == LONG - 1 - 32
+        assert drafts[:2] == [0, 3] and 7 in drafts and 0 not in drafts[1:]
+        assert int(state.speculation.steps[0]) < 32 + (LONG - 32) // 3 and (32, [32]) in reads
+        del drafts[:], reads[:]
+
+
+@pytest.mark.parametrize(("limit", "drawn"), [(2, [2, 2]), (8, [8, 5]), (20, [20, 5])])
+def test_each_row_is_judged_by_what_it_drew(limit, drawn, monkeypatch):
+    """The draft model is the model, but is made wrong at every third position. One of the rows may draw five
+    tokens; and of twenty the last eight count."""
+    pair, guess = model(LLAMA, LLAMA), sampling.guess
+    monkeypatch.setattr(
+        sampling, "guess", lambda s, logits, at: (guess(s, logits, at) + (at % 3 == 0)) % logits.shape[1]
+    )
+    state, before = prefilled(pair, [GREEDY, HOT], LONG), [0.3, 0.1]
+    first = (state.cache.lengths + 1).tolist()
+    speculation = state.speculation.replace(trust=jnp.array(before))
+    state = state.replace(speculation=speculation, remaining=jnp.array([50, 5]))
+    state, tokens, _ = compiled(pair, limit)(pair.params, state)
+    assert (np.asarray(tokens) != NO_TOKEN).sum(1).tolist() == drawn
+    rights = [[at % 3 != 0 for at in range(one, one + n)][-8:] for one, n in zip(first, drawn, strict=True)]
+    want = [
+        functools.reduce(lambda trust, right: trust * 7 / 8 + right / 8, each, trust)
+        for each, trust in zip(rights, before, strict=True)
+    ]
+    np.testing.assert_allclose(state.speculation.trust, want, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("draft", [LLAMA, QWEN3, HYBRID])
+def test_texts_over_many_looks_are_plain_decoding_s(draft, rows, share, monkeypatch):
+    """With trust that a row has or lacks at first, in a dispatch of all steps and in several of few."""
+    monkeypatch.setattr(draft_model, "time", lambda params, config: share)
+    pair = model(LLAMA, draft)
+    whole, part = compiled(pair), compiled(pair, 5)
+    for params in (GREEDY, HOT):
+        want = long_text(params == HOT, rows)
+        for trust, decode in ((0.0, whole), (0.9, part)):
+            state = prefilled(pair, params, LONG, rows)
+            before = jnp.where(jnp.arange(rows) == 1, 0.5, trust)
+            state = state.replace(speculation=state.speculation.replace(trust=before))
+            texts = [[] for _ in range(rows)]
+            while (state.remaining > 0).any():
+                state, tokens, _ = decode(pair.params, state)
+                for text, row in zip(texts, tokens.tolist(), strict=True):
+                    text += [token for token in row if token != NO_TOKEN]
+            assert texts == want
+
+
+@functools.cache
+def long_text(hot: bool, rows: int) -> list[list[int]]:
+    """What plain decoding draws in the rows of `prefilled`."""
+    alone = model(LLAMA)
+    state = prefilled(alone, HOT if hot else GREEDY, LONG, rows)
+    tokens = compiled(alone)(alone.params, state).tokens
+    return [row[: LONG - 1] for row in tokens.tolist()]
 
 
 def test_shared_prefixes_and_their_files_have_its_keys(tmp_path):

@@ -338,6 +338,16 @@ def test_trust_is_the_share_of_late_proposals_that_were_right():
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_trust_in_guesses_that_were_made_one_by_one():
+    """A wrong one says nothing against the next; without a guess or a token nothing is learnt."""
+    guesses = jnp.array([[4, 5, 6], [4, 9, 6], [NONE, 5, 6], [4, 5, 6], [NONE] * 3])
+    drawn = jnp.array([[4, 5, 6], [4, 5, 6], [4, 5, NONE], [NONE] * 3, [NONE] * 3])
+    got = speculation.compared(trusting(*[0.5] * 5, width=4), guesses, drawn).trust
+    checks = [[1, 1, 1], [1, 0, 1], [1], [], []]
+    want = [functools.reduce(lambda trust, right: trust * 7 / 8 + right / 8, each, 0.5) for each in checks]
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
 @pytest.mark.parametrize("source", [LLAMA, "synth:tiny-qwen3moe:q8_0"])
 def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(source, monkeypatch):
     """Here by the reference: hidden vectors, keys and lengths are those of a step that is not taken apart."""

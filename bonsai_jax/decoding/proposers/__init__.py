@@ -7,13 +7,15 @@ A proposer module defines
                            and change State.speculation.draft
     TRUST                  the share of its proposals that is taken to be right before any was checked
     time(params, config)   -> float, the time in which it proposes a token for each row, relative to a plain
-                           step. If above 0, rows look seldom while that does not pay
+                           step. If above 0, it proposes nothing where that does not pay
     LOADS                  what it needs the model to be loaded with: the field of RunConfig, "draft" (the
                            file's draft layer) or "draft_model"; None: nothing. If anything, also
     follow(params, state, hidden, tokens, positions, config)  -> State.speculation.draft after the tokens at
-                           these positions (-1: none), which the model has read; hidden: what it made of them,
-                           but None where `time` is above 0: then the tokens of several plain steps come
-                           together
+                           these positions (-1: none), which the model has read; hidden: what it made of them
+    follow_and_guess(params, state, tokens, positions, config)  -> State.speculation.draft as from `follow`,
+                           and int32 [B, T]: the token that it would have proposed after each of these, where
+                           it says so, else NO_TOKEN. Only where `time` is above 0: it then gets the tokens of
+                           several plain steps together, and its guesses say whether it should propose again
 
 A wrong proposal costs time but does not change the text. `get(name)` imports by file name, so a new file is a
 new proposer.

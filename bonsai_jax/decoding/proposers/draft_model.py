@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding import sampling, step_width
 from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.network import draft_model
+from bonsai_jax.network import decoder, draft_model
 from bonsai_jax.network.draft_model import DraftModelState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import decode_bytes
@@ -16,6 +16,7 @@ from pallas_kernels import device
 
 LOADS = "draft_model"
 TRUST = 0.8  # of a model that was chosen for this
+CHECKED = 8  # tokens of a look: about as many as the trust remembers, and one tile of rows of the head
 LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)
 
 
@@ -37,21 +38,19 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
     its row draws, with the noise of its position, so that two models which agree draw the same token.
 
     They are as many as the step reads that is expected to draw most tokens in its time
-    (step_width.tokens_to_read). Where that is a plain step, one token is drawn, which is checked but not
-    read: it shows when drafting would pay again. None where even right ones cost too much, as those of a
-    large draft model for many rows.
+    (step_width.tokens_to_read). None where that is a plain step: `follow_and_guess` sees when drafting would
+    pay again. None either where it never could, as with a large draft model for many rows.
     """
     s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
-    keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
     all_proposed, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
+    if not step_width.could_pay(rows, count + 1, share):
+        return jnp.full_like(all_proposed, NO_TOKEN), state
+    keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
     choice = step_width.tokens_to_read(s, all_proposed, running, keys, share)
-    counts = [int(step_width.could_pay(rows, count + 1, share))]
-    counts += [width - 1 for width in step_width.widths(count + 1)[1:]]
-    missing = max(0, config.vocab_size - config.draft_model.vocab_size)
+    counts = [width - 1 for width in step_width.widths(count + 1)]
 
     def draw(logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
-        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-        return sampling.guess(state.sampler, logits[:, : config.vocab_size], positions)
+        return sampling.guess(state.sampler, _same_ids(logits, config), positions)
 
     tokens, own = draft_model.foresee(
         params.draft_model,
@@ -77,7 +76,44 @@ def follow(
     config: Any,
 ) -> DraftModelState:
     """The draft model's state after these tokens; as it was where drafting could not even pay for one row."""
-    own, cache = state.speculation.draft, state.cache
     if not step_width.could_pay(1, STEP_TOKENS, time(params, config)):
-        return own
-    return draft_model.follow(params.draft_model, own, cache, tokens, positions, config.draft_model)
+        return state.speculation.draft
+    return _read(params, state, tokens, positions, config)[1]
+
+
+def follow_and_guess(
+    params: Any,
+    state: Any,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    config: Any,
+) -> tuple[DraftModelState, Int[Array, "B T"]]:
+    """`follow`, and what it would have proposed after each of a row's latest CHECKED tokens, drawn as
+    `propose` draws; NO_TOKEN after the others. No guesses where drafting could not pay for so many rows."""
+    (rows, width), most = tokens.shape, state.speculation.width
+    guesses = jnp.full((rows, width), NO_TOKEN, jnp.int32)
+    if not step_width.could_pay(rows, most, time(params, config)):
+        return follow(params, state, None, tokens, positions, config), guesses
+    hidden, own = _read(params, state, tokens, positions, config)
+    checked = min(CHECKED, width)
+    columns = (positions >= 0).sum(1)[:, None] - checked + jnp.arange(checked)  # below 0: it read fewer
+    latest = jnp.maximum(columns, 0)
+    hidden = jnp.take_along_axis(hidden, latest[..., None], 1)  # first: the head takes time for each token
+    logits = _same_ids(decoder.unembed(params.draft_model, hidden, config.draft_model), config)
+    drawn = sampling.guess_each(state.sampler, logits, jnp.take_along_axis(positions, latest, 1) + 1)
+    row, columns = jnp.arange(rows)[:, None], jnp.where(columns >= 0, columns, width)
+    return own, guesses.at[row, columns].set(drawn, mode="drop")
+
+
+def _read(
+    params: Any, state: Any, tokens: jax.Array, positions: Int[Array, "B T"], config: Any
+) -> tuple[Float[Array, "B T H"], DraftModelState]:
+    own, cache = state.speculation.draft, state.cache
+    return draft_model.read(params.draft_model, own, cache, tokens, positions, config.draft_model)
+
+
+def _same_ids(logits: Float[Array, "*batch D"], config: Any) -> Float[Array, "*batch V"]:
+    """The draft model's logits, for the ids that the model has; vocabularies may differ in what pads them."""
+    missing = max(0, config.vocab_size - config.draft_model.vocab_size)
+    padding = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    return jnp.pad(logits, padding, constant_values=-jnp.inf)[..., : config.vocab_size]
