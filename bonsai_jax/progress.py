@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from bonsai_jax import arguments
 
@@ -43,7 +44,7 @@ def _notebook_bar(what: str) -> Callable[..., None]:
     """update(done, total, note) of a line of text below the cell. (The bars of rich need ipywidgets.)"""
     from IPython.display import display  # pyrefly: ignore[missing-import]
 
-    line = display({"text/plain": what}, raw=True, display_id=True)
+    line: Any = display({"text/plain": what}, raw=True, display_id=True)
     drawn_at = 0.0
 
     def update(done: int, total: int, note: str = "") -> None:
