@@ -4,7 +4,7 @@ sampling; and generation as users run it (gen).
 ppN         N prompt tokens at once, and the logits of the last one
 tgN         N tokens one after another, each through embedding, layers and head; ids come from a fixed random
             table
-genN        N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams,
+genN        N tokens as `generate` and `stream` make them: `steps.decode` with the default SamplingParams,
             each token drawn from the logits of the one before; gen128+ngram: with proposals by ngram
 ...@dD      the same after D tokens that are already in the cache
 batchB      tg for B sequences of 128 tokens that produce 128 more; speed counts the tokens of all sequences
@@ -36,6 +36,7 @@ from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import jitted, proposers, speculation
 from bonsai_jax.decoding import steps as core
+from bonsai_jax.engine.calls import LOOP_IN_GRAPH
 from bonsai_jax.model import Model, chosen_proposer, start_state
 from bonsai_jax.network import decoder, parallel
 from bonsai_jax.network import params as weights
@@ -119,6 +120,14 @@ def read_one_by_one(
     return jax.lax.fori_loop(0, steps, step, (jnp.zeros(tokens.shape[0]), cache))
 
 
+@functools.cache
+def engine_decode(on_one_gpu: bool) -> Callable[..., Any]:
+    """steps.decode, jitted as an engine's dispatch is: on one GPU no step waits for the host. XLA makes no
+    graph of few operations, as which it counts the loop."""
+    options = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
+    return jitted.donating(core.decode, "state", compiler_options=options if on_one_gpu else None)
+
+
 @dataclasses.dataclass
 class Test:
     """One test of one model, prepared and compiled once; run() is one timed repetition.
@@ -153,6 +162,7 @@ class Test:
                 self._tell_proposer(parallel.place_rows(ids[:, : self.depth + 1], model.mesh))
             self.state = self.state.replace(tokens=self.ids[:, 0])
         on_gpu = jax.default_backend() != "cpu"
+        self.decode = engine_decode(on_gpu and model.mesh is None)
         for _ in range(3 if on_gpu else 1):  # on a GPU the second run creates the CUDA graph
             self.run(warm=True)
 
@@ -191,7 +201,7 @@ class Test:
             out = self._call(last_logits, self.ids)
         elif self.kind == "gen":
             model = self.model
-            self.state, *out = jitted.decode(
+            self.state, *out = self.decode(
                 model.params, self.state, model.config, limit=steps, size=self.tokens
             )
         else:
