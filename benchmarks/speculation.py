@@ -64,6 +64,7 @@ class Answer:
 
     def __init__(self, model: bj.Model, ids: list[int], new: int, params: bj.SamplingParams, proposer):
         self.model, self.new = model, new
+        self.decode = bench.engine_decode(jax.default_backend() != "cpu")
         tokens, lengths = prompts.pad([ids])
         self.fresh = lambda: jitted.prefill(
             model.params,
@@ -80,7 +81,7 @@ class Answer:
         model, (state, first, _) = self.model, jax.block_until_ready(self.fresh())
         limit = np.int32(limit or self.new)
         began = time.perf_counter()
-        state, drawn, _ = jitted.decode(model.params, state, model.config, limit=limit, size=self.new)
+        state, drawn, _ = self.decode(model.params, state, model.config, limit=limit, size=self.new)
         jax.block_until_ready(drawn)
         seconds = time.perf_counter() - began
         drawn = [token for token in drawn[0].tolist() if token >= 0]
