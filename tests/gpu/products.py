@@ -28,7 +28,6 @@ MANY = [
     (4096, 4096, 17, "added"),  # columns in splits
     (1013, 12288, 33, "plain"),
     (2560, 2560, 64, "gated"),
-    (14336, 512, 40, "gated"),  # in one round by four warpgroups, in two by three
 ]
 
 

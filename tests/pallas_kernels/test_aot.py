@@ -143,7 +143,6 @@ HOT_ON_HOPPER = {
     "many: q4_k out, 512 rows": lambda: many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
     "many: q6_k down": lambda: many_rows_of_integers("q6_k", 4096, 12288, 1, 2048),
     "many: q4_k gate and up, 16 rows": lambda: many_rows_of_integers("q4_k", 12288, 4096, 2, 16),
-    "many: q6_k gate and up, 64 rows": lambda: many_rows_of_integers("q6_k", 14336, 4096, 2, 64),
     "many: q4_k down, 64 rows": lambda: many_rows_of_integers("q4_k", 4096, 12288, 1, 64),
     "many: q6_k down, 32 rows": lambda: many_rows_of_integers("q6_k", 4096, 12288, 1, 32),
     "many: q8_0 down": lambda: many_rows_of_integers("q8_0", 4096, 12288, 1, 2048),

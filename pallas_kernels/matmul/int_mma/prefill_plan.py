@@ -96,7 +96,7 @@ def planned(
     if listed is not None:
         tilings = [(w, 1, listed.tokens) for w, most in MOST_TOKENS.items() if listed.tokens <= most]
     elif m <= 64:
-        tilings, clocks = [(w, 1, few) for w in MOST_TOKENS], FEW
+        tilings, clocks = ((3, 1, few), (2, 1, few)), FEW
     splits_to_try = [s for s in range(1, items + 1) if items % s == 0]
     if matrices == 2 or listed is not None:
         splits_to_try = [1]
