@@ -1,6 +1,6 @@
 """The gated delta net of one token a row, in one launch: convolution, norms, gates, state, gated norm.
 
-A block has a v head of a row, S of which its threads hold: 4 neighbouring columns each, of K / groups rows.
+A block has a v head of a row. Its threads share out S: each has 4 neighbouring columns of K / groups rows.
 
     S, tail, qkv, weights                        all asked for at once; S is most of it, 64 KB
     threads as channels:     convolution, silu -> shared memory; sums of squares by warp
@@ -13,9 +13,9 @@ With o = exp(g) S^T q + (k . q) d the old S is all that products need, and is re
 and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot
 of a position that no other block reads.
 
-A thread's part of S is in registers while there are few blocks, because there each microsecond of one counts.
-A multiprocessor has registers for one such block, and memory nothing to do while it works. So where there are
-many blocks S is in shared memory, which has room for two of them.
+With few blocks a thread's part of S is in registers, which is the shortest way. A multiprocessor has registers
+for one such block, and its memory has nothing to do while that block works. So with many blocks S is in shared
+memory, which has room for two of them.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ from pallas_kernels.gpu.values import (
 
 THREADS = 256
 WARPS = THREADS // 32
-MOST_IN_REGISTERS = 6  # blocks to a multiprocessor, in turn, that have S in registers
+MOST_IN_REGISTERS = 6  # blocks for each multiprocessor; with more, S is in shared memory
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
