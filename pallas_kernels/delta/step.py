@@ -13,9 +13,9 @@ With o = exp(g) S^T q + (k . q) d the old S is all that products need, and is re
 and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot
 of a position that no other block reads.
 
-With few blocks a thread's part of S is in registers, which is the shortest way. A multiprocessor has registers
-for one such block, and its memory has nothing to do while that block works. So with many blocks S is in shared
-memory, which has room for two of them.
+With few blocks a thread's part of S is in registers, which is the shortest way. A multiprocessor has
+registers for one such block, and its memory has nothing to do while that block works. So with many blocks S
+is in shared memory, which has room for two of them.
 """
 
 import dataclasses
