@@ -31,7 +31,6 @@ import numpy as np
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted, steps
-from bonsai_jax.engine.calls import LOOP_IN_GRAPH
 from bonsai_jax.measure import bench
 
 FORCED = 1e6  # a logit above all others
@@ -78,10 +77,8 @@ class Decoding:
         self.state = functools.partial(
             bj.new_state, model, rows, context, greedy, new, ignore_eos=True, speculate=proposer
         )
-        # As an engine has it: no wait for the host between two steps. XLA makes no graph of few operations,
-        # as which it counts the loop.
-        options = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
-        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=options)
+        # As an engine has it: no wait for the host between two steps.
+        self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=bench.ONE_GRAPH)
 
     def _decode(self, params, state, script, limit):
         def scripted(logits, state):

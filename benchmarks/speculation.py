@@ -64,7 +64,7 @@ class Answer:
 
     def __init__(self, model: bj.Model, ids: list[int], new: int, params: bj.SamplingParams, proposer):
         self.model, self.new = model, new
-        self.decode = bench.engine_decode(jax.default_backend() != "cpu")
+        self.decode = bench.engine_decode(on_mesh=False)
         tokens, lengths = prompts.pad([ids])
         self.fresh = lambda: jitted.prefill(
             model.params,

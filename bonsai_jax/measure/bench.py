@@ -48,6 +48,8 @@ from bonsai_jax.weights import placement
 
 BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as many are produced
 WARMUP_STEPS = 8  # decode loops of any length are one program, so a short one warms it up
+# How an engine compiles its dispatch. XLA makes no graph of few operations, as which it counts a loop.
+ONE_GRAPH = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
 WARMUP_CALLS = 4  # on a GPU the second call creates the CUDA graph
 
 
@@ -121,11 +123,9 @@ def read_one_by_one(
 
 
 @functools.cache
-def engine_decode(on_one_gpu: bool) -> Callable[..., Any]:
-    """steps.decode, jitted as an engine's dispatch is: on one GPU no step waits for the host. XLA makes no
-    graph of few operations, as which it counts the loop."""
-    options = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
-    return jitted.donating(core.decode, "state", compiler_options=options if on_one_gpu else None)
+def engine_decode(on_mesh: bool) -> Callable[..., Any]:
+    """steps.decode, jitted as an engine's dispatch is: on one GPU no step waits for the host."""
+    return jitted.donating(core.decode, "state", compiler_options=None if on_mesh else ONE_GRAPH)
 
 
 @dataclasses.dataclass
@@ -162,7 +162,7 @@ class Test:
                 self._tell_proposer(parallel.place_rows(ids[:, : self.depth + 1], model.mesh))
             self.state = self.state.replace(tokens=self.ids[:, 0])
         on_gpu = jax.default_backend() != "cpu"
-        self.decode = engine_decode(on_gpu and model.mesh is None)
+        self.decode = engine_decode(model.mesh is not None)
         for _ in range(3 if on_gpu else 1):  # on a GPU the second run creates the CUDA graph
             self.run(warm=True)
 

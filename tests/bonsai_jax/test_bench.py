@@ -111,9 +111,9 @@ def test_repetitions_start_from_the_same_depth(model):
 def test_gen_is_what_generate_runs(model, monkeypatch):
     """With the default sampling: `generate_tokens` draws the same tokens behind a prompt whose first new
     token is the one that the test begins with."""
-    drawn, decode = [], bench.engine_decode(on_one_gpu=False)
+    drawn, decode = [], bench.engine_decode(on_mesh=False)
     noted = lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1]  # noqa: E731
-    monkeypatch.setattr(bench, "engine_decode", lambda on_one_gpu: noted)
+    monkeypatch.setattr(bench, "engine_decode", lambda on_mesh: noted)
     test = bench.Test(model, "gen", 6, depth=20)
     for _ in range(2):
         test.run()

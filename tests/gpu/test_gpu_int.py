@@ -233,8 +233,8 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
 @pytest.mark.parametrize("tokens", [16, 32])
 @unless_refused(lambda: ("int_prefill_sm90", problems.Matmul(device.platform(), "q4_k", 6144, 4096)))
 def test_a_plan_gives_the_same_sums_each_time(warpgroups, splits, tokens, monkeypatch):
-    """The parts of a plan with one or two items of columns, of which a pair of blocks has several tiles. With
-    four warpgroups and one item they were wrong in the second call, though right in the first."""
+    """Tiles with few columns, several for each pair of blocks. With four warpgroups and one item of columns
+    the first call was right, and later ones were wrong."""
     rng, N, K = np.random.default_rng(tokens), 6144, 4096
     w = tile(stack("q4_k", N, K, 1))
     plan = Plan(warpgroups, 1, tokens, 4, tokens, splits)

@@ -26,6 +26,7 @@ class Clocks(NamedTuple):
     token      and for each of its tokens
     tile       what a tile takes besides,
     tile_each  and for each warpgroup
+    brought    an item's factor where there are slots for the activations of two
     """
 
     item: float
@@ -33,10 +34,11 @@ class Clocks(NamedTuple):
     token: float
     tile: float
     tile_each: float
+    brought: float
 
 
-FEW, MANY = Clocks(540, 650, 8.6, 0, 400), Clocks(1400, 0, 9, 500, 0)  # with up to 64 tokens, and with more
-SLOTS_FACTOR = {2 * STEPS: 0.93, STEPS: 1}  # of an item's time, by slots for activations; with fewer 1.2
+FEW = Clocks(540, 650, 8.6, 0, 400, brought=0.93)  # up to 64 tokens
+MANY = Clocks(1400, 0, 9, 500, 0, brought=1)  # more, and those of a list
 
 
 class Plan(NamedTuple):
@@ -119,7 +121,8 @@ def planned(
             if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
                 continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= gpu.shared_bytes:
-                tile = items / splits * blocks * each * SLOTS_FACTOR.get(slots, 1.2)
+                factor = clocks.brought if slots > STEPS else 1 if slots == STEPS else 1.2
+                tile = items / splits * blocks * each * factor
                 tile += clocks.tile + clocks.tile_each * warpgroups
                 sums = clocks_of_sums(m * tiles * TILE_ROWS, splits, summed)
                 best.append((-(-count // pairs) * tile + sums, plan))
