@@ -1,7 +1,6 @@
 """Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
 
 import functools
-import itertools
 import math
 
 import jax
@@ -122,20 +121,6 @@ def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
     assert slots >= 2 and tokens % stored == 0 and 16 % splits == 0
     assert slots <= int_prefill_plan.STEPS * 16 // splits  # a block waits in the end until all were used
     assert matrices == 1 or splits == 1
-
-
-@pytest.mark.parametrize("items", [1, 2, 8])
-def test_no_plan_has_four_warpgroups_for_one_item(items):
-    """Their sums were wrong on an H200. With more items tiles from a list have four."""
-    words, scales = tile_words("q4_k"), int_float16.bytes_of_scales(formats.get("q4_k").LANES)
-    taken = set()
-    for tokens, n in itertools.product((16, 32, 64), (768, 4096, 6144)):
-        listed = int_prefill_plan.Tiles(matrices=128, count=200, tokens=tokens, stored=16)
-        for how in ({"listed": listed}, {}):
-            for matrices in (1, 2):
-                plan = int_prefill_plan.planned(tokens, n // 16, items, matrices, words, scales, **how)
-                taken.add((plan.warpgroups, items // plan.splits))
-    assert (4, 1) not in taken and ((4, items) in taken) == (items > 1)
 
 
 def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():

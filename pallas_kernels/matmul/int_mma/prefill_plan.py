@@ -98,7 +98,7 @@ def planned(
     if listed is not None:
         tilings = [(w, 1, listed.tokens) for w, most in MOST_TOKENS.items() if listed.tokens <= most]
     elif m <= 64:
-        tilings, clocks = ((3, 1, few), (2, 1, few)), FEW
+        tilings, clocks = ((4, 1, few), (3, 1, few), (2, 1, few)), FEW
     splits_to_try = [s for s in range(1, items + 1) if items % s == 0]
     if matrices == 2 or listed is not None:
         splits_to_try = [1]
@@ -110,8 +110,8 @@ def planned(
         copied = 4 * warpgroups * blocks // matrices  # tiles of a matrix
         if any(4 * size * copied % COPY_BYTES for size in words):
             continue  # such as six tiles with scales of 32 bytes each
-        if warpgroups == 4 and items == splits:
-            continue  # on an H200 sums of a first tile were wrong; why is not known (LOG.md)
+        if warpgroups == 4 and splits > 1:
+            continue  # it would take more splits, whose sums are read by what follows (LOG.md)
         outputs = PAIR * warpgroups * 64 * blocks // matrices
         rows = -(-m // tokens) if listed is None else listed.count
         count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, gpu.multiprocessors // PAIR

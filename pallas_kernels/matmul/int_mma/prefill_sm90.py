@@ -357,28 +357,26 @@ def _body(
 
         @plgpu.warp_map
         def _warps(warp):
-            def work(number):
+            # One code for all warps: of a code for each, ptxas (12.9 to 13.4) let some warps' first copies
+            # take their coordinates from registers that only other warps had set.
+            @pl.when(warp < workers)
+            def _work():
                 @pl.loop(0, count)
                 def _tile(i):
                     matrix, token, _ = rows_of(i)
-                    if number == 0:
-                        bring_scale(i, token)
+                    pl.when(warp == 0)(lambda: bring_scale(i, token))
 
                     @pl.loop(0, items)
                     def _item(item):
-                        if number == workers - 1:
-                            bring_weights(i, matrix, item)
-                        for step in range(number, STEPS, workers):
-                            bring_step(i, token, item, step)
+                        pl.when(warp == workers - 1)(lambda: bring_weights(i, matrix, item))
+                        for step in range(0, STEPS, workers):
+                            bring_step(i, token, item, warp + step)
 
                 @pl.when(count > 0)  # a list may leave a block none
                 def _end():
                     # A block that ended would take away the barriers at which the other still arrives.
-                    for k in range(number, slots, workers):
-                        plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
-
-            for number in range(workers):
-                pl.when(warp == number)(functools.partial(work, number))
+                    for k in range(0, slots, workers):
+                        plgpu.barrier_wait(a_free.at[lax.rem(count * steps + warp + k, slots)])
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
