@@ -1,7 +1,8 @@
-"""Speculation by n-grams on texts of known repetition, beside plain decoding: the speed of its steps,
-whatever the model writes.
+"""Speculation on texts of known repetition, beside plain decoding: the speed of its steps, whatever the
+model writes.
 
     python benchmarks/scripted_speculation.py [-m synth:bonsai-8b:q1_0] [--rows 1] [-n 256] > rows.jsonl
+    python benchmarks/scripted_speculation.py -m synth:bonsai-27b-mtp:q1_0 --right 0.8,0.65,0.5 > rows.jsonl
 
 A model with random weights writes no text that repeats its prompt, and one that does repeats it as often as
 its rounding lets it. So a script says what is drawn: a logits_processor lifts the script's next token above
@@ -14,16 +15,21 @@ prompt and answer, and proposals are accepted where they are what is drawn. Of a
     edits    the prompt again, with another token in place of every twelfth
     repeats  the prompt again
 
+With --right the model's draft layer proposes, and each of its proposals is right with such a probability: one
+that is right is then replaced by the script's token. It has drafted all the same.
+
 `tok_s` and `plain_tok_s` are medians of interleaved runs. `unscripted_tok_s` is plain decoding without the
 processor, which is part of both others.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
 import statistics
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +37,7 @@ import numpy as np
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted, steps
+from bonsai_jax.decoding.proposers import mtp
 from bonsai_jax.measure import bench
 
 FORCED = 1e6  # a logit above all others
@@ -80,17 +87,28 @@ class Decoding:
         # As an engine has it: no wait for the host between two steps.
         self.decode = jax.jit(self._decode, donate_argnums=1, compiler_options=bench.ONE_GRAPH)
 
-    def _decode(self, params, state, script, limit):
+    def _decode(self, params, state, script, limit, right):
         def scripted(logits, state):
             token = script[jnp.minimum(state.cache.lengths - self.prompt.shape[1], script.size - 1)]
             return jnp.where(jnp.arange(logits.shape[1]) == token[:, None], FORCED, logits)
 
+        def propose(params, state, config, count, own=mtp.propose):
+            drafted, state = own(params, state, config, count)
+            place = state.cache.lengths[:, None] - self.prompt.shape[1] + 1 + jnp.arange(count)
+            place = jnp.minimum(place, script.size - 1)
+            return jnp.where((drafted >= 0) & right[place], script[place], drafted), state
+
         processor = None if script is None else scripted
         size, config = self.new, self.model.config
-        return steps.decode(params, state, config, limit=limit, size=size, logits_processor=processor)
+        known = mock.patch.object(mtp, "propose", propose) if right is not None else contextlib.nullcontext()
+        with known:
+            return steps.decode(params, state, config, limit=limit, size=size, logits_processor=processor)
 
-    def run(self, script: np.ndarray | None, limit: int | None = None) -> tuple[float, float]:
-        """Tokens per second after the answer's first, and per step of a row."""
+    def run(
+        self, script: np.ndarray | None, share: float | None = None, limit: int | None = None
+    ) -> tuple[float, float]:
+        """Tokens per second after the answer's first, and per step of a row; share: of the draft layer's
+        proposals that are right."""
         rows, size = self.prompt.shape
         lengths = np.full(rows, size, np.int32)
         state, *_ = jitted.prefill(self.model.params, self.state(), self.prompt, lengths, self.model.config)
@@ -100,9 +118,10 @@ class Decoding:
                 state = state.replace(speculation=s.replace(ids=s.ids.at[:, size].set(script[0])))
         steps_made = np.int32(limit or self.new)
         given = None if script is None else jnp.asarray(script)
+        right = None if share is None else jnp.asarray(np.random.default_rng(1).random(self.new + 1) < share)
         jax.block_until_ready(state)
         began = time.perf_counter()
-        state, drawn, _ = self.decode(self.model.params, state, given, steps_made)
+        state, drawn, _ = self.decode(self.model.params, state, given, steps_made, right)
         jax.block_until_ready(drawn)
         seconds = time.perf_counter() - began
         drawn = np.asarray(drawn)
@@ -120,22 +139,26 @@ def main() -> None:
     p.add_argument("--rows", type=int, default=1)
     p.add_argument("-n", "--new", type=int, default=256, help="tokens of an answer after its first")
     p.add_argument("-r", "--repetitions", type=int, default=5)
+    p.add_argument("--right", help="shares of the draft layer's proposals that are right, such as 0.8,0.5")
     p.add_argument("--commit", help="for a checkout without history")
     arguments = p.parse_args()
-    model = bj.load(arguments.model, bj.RunConfig())
+    shares = [float(share) for share in (arguments.right or "").split(",") if share]
+    model = bj.load(arguments.model, bj.RunConfig(draft=bool(shares)))
     prompt, scripts = texts(model.config.vocab_size, arguments.new + 1)
-    plain, spec = (
-        Decoding(model, prompt, arguments.rows, arguments.new, proposer) for proposer in (None, "ngram")
-    )
+    decoding = functools.partial(Decoding, model, prompt, arguments.rows, arguments.new)
+    plain, spec = decoding(None), decoding("mtp" if shares else "ngram")
     runs = {"unscripted": (plain, None), "plain": (plain, scripts["free"])}
-    runs |= {text: (spec, script) for text, script in scripts.items()}
-    for decoding, script in [*runs.values()] * bench.WARMUP_CALLS:
-        decoding.run(script, limit=bench.WARMUP_STEPS)
+    if shares:
+        runs |= {f"{share} right": (spec, scripts["free"], share) for share in shares}
+    else:
+        runs |= {text: (spec, script) for text, script in scripts.items()}
+    for one, *how in [*runs.values()] * bench.WARMUP_CALLS:
+        one.run(*how, limit=bench.WARMUP_STEPS)
     times = [
-        {name: one.run(script) for name, (one, script) in runs.items()} for _ in range(arguments.repetitions)
+        {name: one.run(*how) for name, (one, *how) in runs.items()} for _ in range(arguments.repetitions)
     ]
     speed = {name: statistics.median(each[name][0] for each in times) for name in runs}
-    for text in scripts:
+    for text in [*runs][2:]:
         row = Row(
             **bench.origin(arguments.commit), model=model.name, rows=arguments.rows, text=text,
             tokens_per_step=times[0][text][1], tok_s=speed[text], plain_tok_s=speed["plain"],

@@ -95,6 +95,7 @@ class _Model:
     experts: _Experts | None = None
     windows: _Windows | None = None
     folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
+    draft: bool = False  # whether there is a draft layer (MTP) behind the others
     logit_scale: float = 0.0  # 0: none
     rotated: int = 0  # values of a head that rope rotates; 0: all
     more: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # keys of its own
@@ -145,7 +146,7 @@ class _Model:
         return {"phi3": ("qkv", "gate and up"), "glm4": ("gate and up",)}.get(self.architecture, ())
 
     def is_delta(self, layer: int) -> bool:
-        return self.delta is not None and (layer + 1) % self.delta.interval != 0
+        return self.delta is not None and (layer + 1) % self.delta.interval != 0 and layer < self.layers
 
 
 _SIGMOIDS = (
@@ -171,6 +172,10 @@ MODELS = {
     "bonsai-27b": _Model(
         "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
         delta=_Delta(16, 48, 128, 64),
+    ),
+    "bonsai-27b-mtp": _Model(
+        "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
+        delta=_Delta(16, 48, 128, 64), draft=True,
     ),
     "bonsai-2-27b": _Model(
         "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
@@ -228,6 +233,10 @@ MODELS = {
     "tiny-qwen35": _Model(
         "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
         delta=_Delta(2, 4, 64, 16, interval=3),
+    ),
+    "tiny-qwen35-mtp": _Model(
+        "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
+        delta=_Delta(2, 4, 64, 16, interval=3), draft=True,
     ),
     # Windows of less than a page, layers after the last period, both ropes.
     "tiny-gemma3": _Model(
@@ -444,7 +453,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.is_gemma else 2.5)
     else:
         yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
-    for i in range(model.layers):
+    for i in range(model.layers + model.draft):
         v_format = down_format = base
         if format in _MIXES:
             v_format = down_format = "q6_k" if _more_bits(i, model.layers) else base
@@ -482,6 +491,11 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.has_post_norms:
             yield norm(f"blk.{i}.post_attention_norm.weight", hidden)
         yield from feed_forward(i, down_format)
+    if model.draft:
+        block = f"blk.{model.layers}.nextn"
+        yield linear(f"{block}.eh_proj.weight", hidden, 2 * hidden)
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            yield norm(f"{block}.{name}.weight", hidden)
     yield "output_norm.weight", "f32", (hidden,), 5.0 if model.is_gemma else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
@@ -538,7 +552,7 @@ def _more_bits(i: int, layers: int) -> bool:
 def _metadata(name: str, model: _Model) -> dict[str, Any]:
     """The metadata of a GGUF file of this model, under llama.cpp's keys."""
     hyperparameters: dict[str, Any] = {
-        "block_count": model.layers,
+        "block_count": model.layers + model.draft,
         "context_length": model.context,
         "embedding_length": model.hidden,
         "feed_forward_length": model.ffn,
@@ -607,6 +621,8 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         }
     if model.rotated:
         hyperparameters["rope.dimension_count"] = model.rotated
+    if model.draft:
+        hyperparameters["nextn_predict_layers"] = 1
     hyperparameters |= model.more
     return {
         "general.architecture": model.architecture,

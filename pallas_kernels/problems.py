@@ -208,14 +208,14 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaNet:
-    """A gated delta net of one token a row ("decode") or of many ("prefill").
+    """A gated delta net of a few tokens a row ("decode") or of many ("prefill").
 
     conv  tokens that its convolution sees
 
     run(...) -> y, states, tails, as delta/api.py describes; weights are conv, decay, dt and norm by name.
     """
 
-    CALL: ClassVar[str] = "qkv_z, gates, states, tails, positions, layer, weights, eps, grouped"
+    CALL: ClassVar[str] = "qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores"
     platform: str
     phase: Literal["decode", "prefill"]
     k_heads: int

@@ -79,11 +79,13 @@ def decoder(
         raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output")')
     count = config.num_layers if num_layers is None else num_layers
     taps.check_layers(count)
-    whole = not taps.used and not keep_updates and count == config.num_layers
+    whole = not taps.used and count == config.num_layers
     if whole and _as_rows(params, tokens, cache, config):
         (B, T), each = tokens.shape[:2], lambda x: x.reshape(-1, 1, *x.shape[2:])
-        rows = cache.with_tokens_as_rows(T)
-        x, rows, read = decoder(params, each(tokens), each(positions), rows, config, num_keys, together=T)
+        x, rows, read = decoder(
+            params, each(tokens), each(positions), cache.with_tokens_as_rows(T), config, num_keys,
+            keep_updates=keep_updates, together=T,
+        )  # fmt: skip
         return x.reshape(B, T, -1), kv.advance(cache.replace(states=rows.states), positions), read
     if params.axis is not None and (inner := sorted(taps.used - set(STREAM))):
         raise NotImplementedError(
@@ -160,7 +162,7 @@ def decoder(
             x, state, workspace = kinds.get(half.kind).block(x, place, state, spaces.get(at))
             spaces = spaces if workspace is None else {**spaces, at: workspace}
             cache = cache.with_state(half.kind, place.group, state) if states else cache
-            read.update({_update_name(half.kind, place.group) + name: u for name, u in updates.items()})
+            read.update(_named(half.kind, place.group, updates))
             return x, cache, spaces
 
         x, *rest = carry
@@ -223,7 +225,10 @@ def decoder(
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
 
-        x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
+        updates: list[Any] = [{} if keep_updates else None for _ in config.layers]
+        with_updates = lambda number, half: place_of(number, half, updates=updates[number])  # noqa: E731
+        x, cache = SCHEDULES[schedule](params, x, cache, with_updates, config)
+        read = _by_layer([_of_mixer(config, number, own) for number, own in enumerate(updates) if own])
     elif one_token and params.step.unrolled:
         carry, parts = straight((x, cache, workspaces.empty(config, cache, rows)), range(count))
         (x, cache, _), read = carry, _by_layer(parts)
@@ -264,13 +269,17 @@ def read(
 
 def _as_rows(params: Params, tokens: jax.Array, cache: KVCache, config: ModelConfig) -> bool:
     """Whether a decode step of several tokens of each sequence is one of as many rows of one token. Kernels
-    for one token attend to keys of rows that are read in the same launch (attention/decode_token.py), but
-    know neither recurrent states nor rings of pages of these rows. A GEMM of sections of 8 rows has all of a
-    sequence's in one, as attention in one launch with it wants."""
+    for one token attend to keys of rows that are read in the same launch (attention/decode_token.py), and
+    the delta net's reads a sequence's rows one after the other, but none knows rings of pages of these rows,
+    or other recurrent states. A GEMM of sections of 8 rows has all of a sequence's in one, as attention in
+    one launch with it wants."""
     B, T = tokens.shape[:2]
     if T == 1 or STEP_TOKENS % T or not params.step.unrolled or params.adapter is not None:
         return False
-    if cache.recurrent or cache.chunk is not None or any(s.impl != "decode" for s in cache.paged):
+    recurrent = [state for states in cache.states.values() for state in states if state.recurrent]
+    if any(s.impl != "decode" for s in cache.paged) or any(s.impl != "delta_step" for s in recurrent):
+        return False
+    if cache.chunk is not None:
         return False
     schedule = params.step.schedule(B * T)
     if schedule == "launches":
@@ -357,21 +366,27 @@ def replay(
             if not own:  # rejected tokens are written over
                 continue
             settings, weights = config.groups(kind)[group].settings, params.layers[kind][group]
-
-            def layer(state, inputs, kind=kind, group=group, settings=settings, weights=weights):
-                index, updates = inputs
-                eps, layer_norm = config.rms_norm_eps, config.layer_norm
-                place = Place(settings, weights, group, index, eps, positions, {}, 0, layer_norm=layer_norm)
-                return kinds.get(kind).replay(updates, place, state), None
-
-            each = jnp.arange(len(config.groups(kind)[group].layers)), own
-            cache = cache.with_state(kind, group, jax.lax.scan(layer, state, each)[0])
+            eps, layer_norm = config.rms_norm_eps, config.layer_norm
+            place = Place(settings, weights, group, 0, eps, positions, {}, 0, layer_norm=layer_norm)
+            cache = cache.with_state(kind, group, kinds.get(kind).replay(own, place, state))
     return cache
 
 
 def _update_name(kind: str, group: int) -> str:
     """How the names of a group's updates begin."""
     return f"{kind}.{group}."
+
+
+def _named(kind: str, group: int, updates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Updates of a layer of a group, by the names that they have among those of all."""
+    return {_update_name(kind, group) + name: u for name, u in updates.items()}
+
+
+def _of_mixer(config: ModelConfig, number: int, updates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """The same of what mixes tokens in a layer, [1, ...]."""
+    mixer = config.layers[number].mixer
+    named = _named(mixer.kind, config.position(number, mixer).group, updates)
+    return {name: u[None] for name, u in named.items()}
 
 
 @over_mesh("whole", arrays="whole")

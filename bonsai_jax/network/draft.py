@@ -19,7 +19,7 @@ from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network import decoder, kinds, rope
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds import attention
-from bonsai_jax.network.kinds.place import Place
+from bonsai_jax.network.kinds.place import STEP_TOKENS, Place
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.network.params import Draft, Params
 from pallas_kernels import matmul, rms_norm, serializable
@@ -74,14 +74,17 @@ def follow(
     hidden     what the decoder made of the tokens, not yet normed
     positions  of the tokens; -1 for those to leave out, which come after a row's others
     """
-    # The first token here pairs with the hidden vector of the one before; a sequence that begins has none.
-    before = jnp.where(positions[:, :1] > 0, positions[:, :1] - 1, -1)
-    h = _model_norm(params, state.hidden[:, None], config)
-    _, state = _attended(params, draft, state, cache, h, tokens[:, :1], before, config)
-    if tokens.shape[1] > 1:
-        before = jnp.where(positions[:, 1:] >= 0, positions[:, :-1], -1)
-        h = _model_norm(params, hidden[:, :-1], config)
-        _, state = _attended(params, draft, state, cache, h, tokens[:, 1:], before, config)
+    # A token pairs with the hidden vector of the one before, of which a sequence's first token has none: it
+    # goes to the end, since padding lies behind tokens.
+    begins = positions[:, 0] == 0
+
+    def in_pairs(a):
+        return jnp.where(begins.reshape(-1, *[1] * (a.ndim - 1)), jnp.roll(a, -1, axis=1), a)
+
+    h = _model_norm(params, jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1), config)
+    before = jnp.where(positions > 0, positions - 1, -1)
+    h, tokens, before = map(in_pairs, (h, tokens, before))
+    _, state = _attended(params, draft, state, cache, h, tokens, before, config)
     count = (positions >= 0).sum(1)
     last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
     return state.replace(hidden=jnp.where(count[:, None] > 0, last, state.hidden))
@@ -121,16 +124,31 @@ def _attended(
     params: Params, draft: Draft, state: DraftState, cache: KVCache, h, tokens, positions, config: ModelConfig
 ) -> tuple[jax.Array, DraftState]:
     """The layer up to its feed-forward."""
+    B, T = positions.shape
+    together = _together(state, T)
+    if together > 1:
+        h, tokens, positions = (a.reshape(B * T, 1, *a.shape[2:]) for a in (h, tokens, positions))
+        cache = cache.with_tokens_as_rows(T)
     e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else decoder.embed(params, tokens)
     eps = config.rms_norm_eps
     both = [rms_norm(e, draft.embed_norm, eps), rms_norm(h, draft.hidden_norm, eps)]
     x = matmul(jnp.concatenate(both, axis=-1), draft.join)
-    place = _place(params, config, config.attention, draft.layers["attention"][0], cache, positions)
+    weights = draft.layers["attention"][0]
+    place = _place(params, config, config.attention, weights, cache, positions, together)
     x, own, _ = attention.block(x, place, state.attention, None)
-    return x, state.replace(attention=own)
+    return x.reshape(B, T, -1), state.replace(attention=own)
 
 
-def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCache, positions) -> Place:
+def _together(state: DraftState, tokens: int) -> int:
+    """So many neighbouring rows are one sequence's: few tokens are read as rows of one token, as the model
+    reads them (decoder.py)."""
+    few = tokens <= STEP_TOKENS and STEP_TOKENS % tokens == 0
+    return tokens if few and state.attention.impl == "decode" else 1
+
+
+def _place(
+    params: Params, config: ModelConfig, settings, weights, cache: KVCache, positions, together: int = 1
+) -> Place:
     """Where a half of the draft layer runs."""
     return Place(
         settings=settings,
@@ -145,4 +163,5 @@ def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCach
         block_table=cache.block_table,
         axis=params.axis,
         peers=params.peers,
+        tokens=together,
     )

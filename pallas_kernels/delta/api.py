@@ -1,10 +1,16 @@
 """What a layer with a gated delta net does between its projections."""
 
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import selection
 from pallas_kernels.delta.reference import Gates
 from pallas_kernels.problems import DeltaNet
+
+STEP_TOKENS = 8  # most tokens of a row in a decode step: more are prefill
 
 
 def delta_net(
@@ -21,6 +27,7 @@ def delta_net(
     norm: Float[Array, "L V"],
     eps: float,
     grouped: bool,
+    stores: bool = True,
     impl: str = "reference",
     prefill_impl: str = "reference",
 ) -> tuple[Float[Array, "B T Hv*V"], Float[Array, "L B Hv K V"], Float[Array, "L B W C"]]:
@@ -41,13 +48,42 @@ def delta_net(
     layer      picks the layer of states, tails and weights
     decay      -exp(A_log): below 0
     grouped    v head h uses k head h // (Hv / Hk); else h % Hk
-    impl       the candidate for one token a row (selection.py): "delta_step", "reference"
+    stores     else states and tails are returned as they came; `replay` makes up for it
+    impl       the candidate for up to 8 tokens a row (selection.py): "delta_step", "reference"
     prefill_impl  the candidate for more: "delta_chunks", "reference"
     Returns y, and states and tails with the layer's own replaced (in place, where they are donated).
 
-    One token a row is the recurrence as it is written; more go in chunks of 64, by products of matrices and
-    a triangular solve (the WY form), at HIGHEST: the same numbers but for rounding.
+    One token a row is the recurrence as it is written, and so are a few by "delta_step"; more go in chunks of
+    64, by products of matrices and a triangular solve (the WY form), at HIGHEST: the same numbers but for
+    rounding.
     """
     weights = {"conv": conv, "decay": decay, "dt": dt, "norm": norm}
-    run = selection.get(DeltaNet, impl if qkv_z.shape[1] == 1 else prefill_impl)
-    return run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped)
+    run = selection.get(DeltaNet, impl if qkv_z.shape[1] <= STEP_TOKENS else prefill_impl)
+    return run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores)
+
+
+def replay(
+    qkv_z: Float[Array, "L B T C+Hv*V"],
+    gates: Float[Array, "L B T 2*Hv"] | Gates,
+    states: Float[Array, "L B Hv K V"],
+    tails: Float[Array, "L B W C"],
+    positions: Int[Array, "B T"],
+    *,
+    impl: str = "reference",
+    **rest: Any,
+) -> tuple[Float[Array, "L B Hv K V"], Float[Array, "L B W C"]]:
+    """States and tails of all layers after tokens that `delta_net` has read without storing them: its
+    arguments, of every layer."""
+    if impl == "delta_step" and qkv_z.shape[2] <= STEP_TOKENS:
+        from pallas_kernels.delta import step  # only GPUs need it
+
+        eps, grouped, _ = rest.pop("eps"), rest.pop("grouped"), rest.pop("prefill_impl", None)
+        return step.replay(qkv_z, gates, states, tails, positions, rest, eps, grouped)
+
+    def layer(stored, of_layer):
+        index, qkv_z, own = of_layer
+        own = gates._replace(x=own) if isinstance(gates, Gates) else own
+        return delta_net(qkv_z, own, *stored, positions, index, impl=impl, **rest)[1:], None
+
+    of_layers = jnp.arange(len(qkv_z)), qkv_z, gates.x if isinstance(gates, Gates) else gates
+    return jax.lax.scan(layer, (states, tails), of_layers)[0]

@@ -57,10 +57,12 @@ def _scratch(K: int) -> dict[str, int]:
     }
 
 
-def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool, stores: bool):
     """delta.delta_net of many tokens a row: the reference with the kernel for its recurrence."""
     recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
-    return reference.run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=recur)
+    return reference.run(
+        qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores, recur=recur
+    )
 
 
 @functools.partial(jax.jit, static_argnames="grouped")

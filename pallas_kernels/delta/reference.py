@@ -28,7 +28,7 @@ class Gates(NamedTuple):
 
 
 def run(
-    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=None
+    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores=True, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """delta.delta_net's definition: arguments and results are described there.
 
@@ -64,11 +64,12 @@ def run(
         qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
         within = _one_token if T == 1 else _chunks
         o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, states[layer], fresh[:, None, None, None])
-        states = states.at[layer].set(S)
+        after = states.at[layer].set(S)
     else:
-        o, states = recur(qk, v, b, g, states, layer, fresh)
+        o, after = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
-    return y.reshape(B, T, Hv * V), states, tails.at[layer].set(tail)
+    y = y.reshape(B, T, Hv * V)
+    return (y, after, tails.at[layer].set(tail)) if stores else (y, states, tails)
 
 
 def _one_token(q, k, v, b, g, S, fresh):

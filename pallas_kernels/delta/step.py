@@ -1,25 +1,33 @@
-"""The gated delta net of one token a row, in one launch: convolution, norms, gates, state, gated norm.
+"""The gated delta net of one token a row, or of a few (speculation), in one launch: convolution, norms,
+gates, state, gated norm.
 
 A block has a v head of a row. Its threads share out S: each has 4 neighbouring columns of K / groups rows.
 
     S, tail, qkv, weights                        all asked for at once; S is most of it, 64 KB
     threads as channels:     convolution, silu -> shared memory; sums of squares by warp
-    threads as parts of S:   S^T k, S^T q of their rows -> shared memory
-    threads as columns:      their sums over groups -> d, o;  d -> shared memory, o's squares by warp
-    threads as parts of S:   exp(g) S + k d^T -> memory
-    threads as columns:      rms_norm(o) silu(z) -> memory
+    for each token:
+        threads as parts of S:   S^T k, S^T q of their rows -> shared memory
+        threads as columns:      their sums over groups -> d, o;  d -> shared memory, o's squares by warp
+        threads as parts of S:   exp(g) S + k d^T
+        threads as columns:      rms_norm(o) silu(z) -> memory
+    S -> memory
 
 With o = exp(g) S^T q + (k . q) d the old S is all that products need, and is read once. A k head's queries
 and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot
-of a position that no other block reads.
+of a position that no other block reads. Several tokens have no such slots: XLA makes the tail behind them.
 
 With few blocks a thread's part of S is in registers, which is the shortest way. A multiprocessor has
 registers for one such block, and its memory has nothing to do while that block works. So with many blocks S
-is in shared memory, which has room for two of them.
+is in shared memory, which has room for two of them. With several tokens it arrives there, because registers
+have their gates meanwhile, and then stays in registers from token to token.
+
+Speculation reads tokens without storing S, and afterwards stores what those that were accepted make of it, in
+all layers by one launch (`replay`).
 """
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +35,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.causal_conv import inputs as convolved
 from pallas_kernels.delta.reference import Gates
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import silu
@@ -49,20 +58,33 @@ from pallas_kernels.gpu.values import (
 THREADS = 256
 WARPS = THREADS // 32
 MOST_IN_REGISTERS = 6  # blocks for each multiprocessor; with more, S is in shared memory
+GATES_TOGETHER = 4  # tokens whose parts of gates there are registers for
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
-def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
-    """delta.delta_net of one token a row."""
-    kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
-    gates = gates._replace(x=gates.x[:, 0]) if isinstance(gates, Gates) else gates[:, 0]
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool, stores: bool):
+    """delta.delta_net of one token a row, or of up to 8."""
+    kernel = functools.partial(delta_step, eps=eps, grouped=grouped, stores=stores)
     y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
-        qkv_z[:, 0], gates, states, tails, positions[:, 0], layer, weights
+        qkv_z[None], _of_one_layer(gates), states, tails, positions, layer, weights
     )
-    return y[:, None], states, tails
+    return y[0], states, tails
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "grouped"))
+def _of_one_layer(gates: jax.Array | Gates) -> jax.Array | Gates:
+    return gates._replace(x=gates.x[None]) if isinstance(gates, Gates) else gates[None]
+
+
+def replay(qkv_z, gates, states, tails, positions, weights, eps: float, grouped: bool):
+    """delta.replay of up to 8 tokens a row: states and tails of all layers."""
+    kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
+    _, states, tails = jax.custom_batching.sequential_vmap(kernel)(
+        qkv_z, gates, states, tails, positions, 0, weights
+    )
+    return states, tails
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "grouped", "stores"))
 def delta_step(
     qkv_z: jax.Array,
     gates: jax.Array | Gates,
@@ -73,17 +95,22 @@ def delta_step(
     weights: dict[str, jax.Array],
     eps: float,
     grouped: bool,
+    stores: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """delta.delta_net's kernel for one token a row: its arguments without the axis of tokens; weights conv,
-    decay, dt and norm by name."""
-    rows, heads, K, V = states.shape[1:]
+    """delta.delta_net's kernel: its arguments, but qkv_z and gates (or the x of which they are made) have an
+    axis of layers before the others, from `layer` on, and so has y. stores: else states and tails stay as
+    they are. weights: conv, decay, dt and norm by name."""
+    layers, rows, tokens, _ = qkv_z.shape
+    heads, K, V = states.shape[2:]
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn
-    states_ref, tails_ref = jax.new_ref(states), jax.new_ref(tails)
+    stores_tails = stores and tokens == 1
+    states_ref = jax.new_ref(states) if stores else states
+    tails_ref = jax.new_ref(tails) if stores_tails else tails
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
-    in_registers = rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
+    in_registers = tokens == 1 and layers * rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
     made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
     y = launch(
-        functools.partial(_body, eps=eps, grouped=grouped),
+        functools.partial(_body, eps=eps, grouped=grouped, stores=stores),
         {
             "qkv_z": qkv_z,
             "made": made,
@@ -91,118 +118,207 @@ def delta_step(
             "states": states_ref,
             "tails": tails_ref,
             "positions": positions,
-            "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+            "first_layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "weights": weights,
         },
-        {"y": jax.ShapeDtypeStruct((rows, heads * V), jnp.float32)},
+        {"y": jax.ShapeDtypeStruct((layers, rows, tokens, heads * V), jnp.float32)},
         name="delta_step",
-        blocks=rows * heads,
+        blocks=layers * rows * heads,
         threads=THREADS,
         scratch={
-            "u_smem": words(2 * K + V),
-            "squares_smem": words((2 * K + V) // 32),
-            "gates_smem": words(3 * WARPS),
+            "u_smem": words(tokens * (2 * K + V)),
+            "squares_smem": words(tokens * ((2 * K + V) // 32)),
+            "gates_smem": words(tokens * 3 * WARPS),
             "products_smem": words(2 * groups * V),
             "d_smem": words(V),
             "o_smem": words(V // 32),
         }
         | ({} if in_registers else {"state_smem": words(K * V)}),
     )
-    return y, jax.freeze(states_ref), jax.freeze(tails_ref)
+    states = jax.freeze(states_ref) if stores else states
+    if stores_tails:
+        tails = jax.freeze(tails_ref)
+    elif stores:
+        own = jax.lax.dynamic_slice_in_dim(tails, layer, layers)
+        after = jax.vmap(lambda qkv, tail: convolved(qkv, tail, positions)[1])
+        own = after(qkv_z[..., : tails.shape[-1]].astype(jnp.float32), own)
+        tails = jax.lax.dynamic_update_slice_in_dim(tails, own, layer, 0)
+    return y, states, tails
 
 
-def _body(
-    qkv_z, made, to_make, states, tails, positions, layer, weights, y,
-    u_smem, squares_smem, gates_smem, products_smem, d_smem, o_smem, state_smem=None,
-    *, eps: float, grouped: bool,
-):  # fmt: skip
-    heads, K, V = states.type.shape[2:]
-    row, head = lanes.block() // heads, lanes.block() % heads
-    position = memory.load(positions, row)
-    layer = index(memory.load(layer, 0))
-    thread = lanes.thread(reuse=True)
-    ended = integer(position) >= 2**31  # -1: nothing of the row is read, or kept
-    with lanes.when(ended & (thread < V)):
-        memory.store(real(0), y, row, head * V + thread)
-    with lanes.when(~ended):
+def _body(*, qkv_z, states, positions, first_layer, y, **rest):
+    layers, rows, tokens, _ = qkv_z.type.shape
+    heads, _, V = states.type.shape[2:]
+    row, head, own = lanes.block() // heads, lanes.block() % heads, index(0)
+    layer = index(memory.load(first_layer, 0))
+    if layers > 1:
+        row, own = row % rows, row // rows
+        layer = layer + own
+    at = [memory.load(positions, row, token) for token in range(tokens)]
+    ended = [integer(position) >= 2**31 for position in at]  # -1: nothing of the token is read, or kept
+    for token, is_ended in enumerate(ended):
+        with lanes.when(is_ended & (lanes.thread(reuse=True) < V)):
+            memory.store(real(0), y, own, row, token, head * V + lanes.thread(reuse=True))
+    with lanes.when(~ended[0]):
+        read = total([select(is_ended, index(0), index(1)) for is_ended in ended])
+        _Head(
+            qkv_z=qkv_z, states=states, y=y, own=own, row=row, head=head, layer=layer, position=at[0], **rest
+        ).run(read)
+
+
+class _Head:
+    """A v head of a row in a layer, as a thread of its block sees it; refs by their names in the launch."""
+
+    def __init__(
+        self, *, own, row, head, layer, position, eps: float, grouped: bool, stores: bool,
+        qkv_z, made, to_make, states, tails, weights, y,
+        u_smem, squares_smem, gates_smem, products_smem, d_smem, o_smem, state_smem=None,
+    ):  # fmt: skip
+        """own: number of the layer in qkv_z, gates and y; position: of the first token."""
+        self.own, self.row, self.head, self.layer, self.position = own, row, head, layer, position
+        self.eps, self.stores = eps, stores
+        self.qkv_z, self.made, self.to_make, self.y = qkv_z, made, to_make, y
+        self.states, self.tails, self.weights = states, tails, weights
+        self.u_smem, self.squares_smem, self.gates_smem = u_smem, squares_smem, gates_smem
+        self.products_smem, self.d_smem, self.o_smem = products_smem, d_smem, o_smem
+        self.tokens = qkv_z.type.shape[2]
+        self.heads, self.K, self.V = states.type.shape[2:]
+        self.thread = lanes.thread(reuse=True)
+        self.column = lanes.thread() % self.V
         # As parts of S: columns 4 c .. 4 c + 3 of rows first .. first + count - 1.
-        c, group = thread % (V // 4), thread // (V // 4)
-        count = K * V // (4 * THREADS)
-        first = group * count
-        place = lambda i: [layer, row, head, first + i, c * 4]  # noqa: E731
-        part = _InRegisters() if state_smem is None else _InSharedMemory(state_smem, thread)
-        part.ask(states, [place(i) for i in range(count)], position != 0)
-        column = lanes.thread() % V
-        z = memory.load(qkv_z, row, head * V + column + tails.type.shape[3])
-        channels = _Channels(head, heads, K, V, tails.type.shape[3], grouped)
-        seen = [
-            _Seen.load(channels, first, qkv_z, tails, weights["conv"], row, layer, position)
-            for first in range(0, channels.count, THREADS)
-        ]
-        parts = [] if to_make is None else _parts_of_gates(to_make, row, layer, head, heads)
-        gamma, dt, decay = (
-            memory.load(weights[name], layer, at)
-            for name, at in (("norm", column), ("dt", head), ("decay", head))
+        self.c, self.group = self.thread % (self.V // 4), self.thread // (self.V // 4)
+        self.count = self.K * self.V // (4 * THREADS)
+        self.first = self.group * self.count
+        self.part = _InRegisters() if state_smem is None else _InSharedMemory(state_smem, self.thread)
+        self.channels = _Channels(head, self.heads, self.K, self.V, tails.type.shape[3], grouped)
+
+    def run(self, read):
+        """read: how many of the tokens are read."""
+        self.part.ask(self.states, [self._place(i) for i in range(self.count)], self.position != 0)
+        z = self._z(0)
+        self._prepare()
+        lanes.block_barrier()
+        if self.tokens == 1:
+            self._token(0, z, self.part.wait, self.part.load, self._store)
+            return
+        self.part.wait()
+        S = [v for i in range(self.count) for v in self.part.load(i)]
+
+        def one(token, S):
+            new = []
+            self._token(
+                token,
+                self._z(token),
+                lambda: None,
+                lambda i: S[4 * i : 4 * i + 4],
+                lambda i, row: new.extend(row),
+            )
+            return new
+
+        S = lanes.loop(0, read, 1, S, one)
+        for i in range(self.count):
+            self._store(i, S[4 * i : 4 * i + 4])
+
+    def _place(self, i: int) -> list:
+        """Of this thread's row i of S."""
+        return [self.layer, self.row, self.head, self.first + i, self.c * 4]
+
+    def _store(self, i: int, row: list):
+        if self.stores:
+            memory.store_reals(row, self.states, self._place(i))
+
+    def _z(self, token):
+        at = self.head * self.V + self.column + self.tails.type.shape[3]
+        return memory.load(self.qkv_z, self.own, self.row, token, at)
+
+    def _prepare(self):
+        """Make what does not wait for S: the convolution of all tokens, and their gates."""
+        seen = [_Seen.load(self, first) for first in range(0, self.channels.count, THREADS)]
+        rounds, parts = [], []
+        if self.to_make is not None:
+            begins = range(0, self.tokens, GATES_TOGETHER)
+            rounds = [range(first, min(first + GATES_TOGETHER, self.tokens)) for first in begins]
+            parts = _parts_of_gates(self, rounds[0])
+        self.gamma, self.dt, self.decay = (
+            memory.load(self.weights[name], self.layer, at)
+            for name, at in (("norm", self.column), ("dt", self.head), ("decay", self.head))
         )
         for some in seen:
-            some.convolve(tails, u_smem, squares_smem)
-        if to_make is not None:
-            _sum_gates(parts, gates_smem)
-        lanes.block_barrier()
+            some.convolve(self)
+        for i, some in enumerate(rounds):
+            _sum_gates(_parts_of_gates(self, some) if i else parts, some, self.gates_smem)
 
-        k, q = ([memory.load_reals(4, u_smem, [first + at + i]) for i in range(0, count, 4)] for at in (K, 0))
+    def _token(self, token, z, wait: Callable, load: Callable, use: Callable):
+        """The recurrence of a token, and its output.
+
+        wait      until S is there
+        load(i)   this thread's row i of S, 4 numbers
+        use(i, row)  takes it as it is after the token
+        """
+        K, V, count = self.K, self.V, self.count
+        u, squares = token * (2 * K + V), token * ((2 * K + V) // 32)
+        k, q = (
+            [memory.load_reals(4, self.u_smem, [self.first + (u + at + i)]) for i in range(0, count, 4)]
+            for at in (K, 0)
+        )
         k, q = ([x for four in fours for x in four] for fours in (k, q))
-        part.wait()
-        S = [part.load(i) for i in range(count)]
+        wait()
+        S = [load(i) for i in range(count)]
         for which, x in enumerate((k, q)):
             sums = [
                 functools.reduce(lambda so_far, i: fma(S[i][j], x[i], so_far), range(count), real(0))
                 for j in range(4)
             ]
-            memory.store_reals(sums, products_smem, [group * (2 * V) + c * 4 + which * V])
+            memory.store_reals(sums, self.products_smem, [self.group * (2 * V) + self.c * 4 + which * V])
         lanes.block_barrier()
 
-        if to_make is None:
-            alpha, beta = (memory.load(made, row, head + i * heads) for i in (0, 1))
+        if self.to_make is None:
+            alpha, beta = (
+                memory.load(self.made, self.own, self.row, token, self.head + i * self.heads) for i in (0, 1)
+            )
         else:
-            alpha, beta = _gates(gates_smem, to_make.x.type.shape[1], eps)
-        retained = exp(decay * _softplus(alpha + dt))
+            alpha, beta = _gates(self.gates_smem, token, self.to_make.x.type.shape[-1], self.eps)
+        retained = exp(self.decay * _softplus(alpha + self.dt))
         b = lanes.reciprocal(exp(-beta) + 1)
         per_q, per_k = (
-            minimum(rsqrt(total([memory.load(squares_smem, w + i) for i in range(K // 32)])), 1 / eps)
+            minimum(
+                rsqrt(total([memory.load(self.squares_smem, squares + (w + i)) for i in range(K // 32)])),
+                1 / self.eps,
+            )
             for w in (0, K // 32)
         )
         per_q = per_q * K**-0.5
-        o = real(0)
 
         def column_output():
-            groups = products_smem.type.shape[0] // (2 * V)
+            groups = self.products_smem.type.shape[0] // (2 * V)
             k_product, q_product = (
-                total([memory.load(products_smem, column + (2 * r + i) * V) for r in range(groups)])
+                total([memory.load(self.products_smem, self.column + (2 * r + i) * V) for r in range(groups)])
                 for i in (0, 1)
             )
-            v = memory.load(u_smem, column + 2 * K)
+            v = memory.load(self.u_smem, self.column + (u + 2 * K))
             d = b * (v - retained * per_k * k_product)
             # Of both, this lane's parts of the whole heads.
             lane = lanes.thread() % 32
-            q_and_k = [[memory.load(u_smem, lane + (at + i)) for i in range(0, K, 32)] for at in (0, K)]
+            q_and_k = [
+                [memory.load(self.u_smem, lane + (u + at + i)) for i in range(0, K, 32)] for at in (0, K)
+            ]
             together = lanes.warp_sum_real(total([a * e for a, e in zip(*q_and_k, strict=True)]))
             o = retained * per_q * q_product + together * per_q * per_k * d
-            memory.store(d * per_k, d_smem, column)
-            squares = lanes.warp_sum_real(o * o)
+            memory.store(d * per_k, self.d_smem, self.column)
+            squared = lanes.warp_sum_real(o * o)
             with lanes.when(lane == 0):
-                memory.store(squares, o_smem, column // 32)
+                memory.store(squared, self.o_smem, self.column // 32)
             return [o]
 
-        (o,) = lanes.choose(thread < V, column_output, [o])
+        (o,) = lanes.choose(self.thread < V, column_output, [real(0)])
         lanes.block_barrier()
-        d = memory.load_reals(4, d_smem, [c * 4])
+        d = memory.load_reals(4, self.d_smem, [self.c * 4])
         for i in range(count):
-            new = [fma(k[i], e, retained * s) for e, s in zip(d, part.load(i), strict=True)]
-            memory.store_reals(new, states, place(i))
-        with lanes.when(thread < V):
-            mean = total([memory.load(o_smem, w) for w in range(V // 32)]) * (1 / V)
-            memory.store(o * rsqrt(mean + eps) * gamma * silu(z), y, row, head * V + column)
+            use(i, [fma(k[i], e, retained * s) for e, s in zip(d, load(i), strict=True)])
+        with lanes.when(self.thread < V):
+            mean = total([memory.load(self.o_smem, w) for w in range(V // 32)]) * (1 / V)
+            out = o * rsqrt(mean + self.eps) * self.gamma * silu(z)
+            memory.store(out, self.y, self.own, self.row, token, self.head * V + self.column)
 
 
 class _InRegisters:
@@ -282,69 +398,78 @@ class _Seen:
     for threads that have none."""
 
     i: Any
-    count: int
     seen: list
     weights: list
-    stores: Any
     place: list
 
     @classmethod
-    def load(cls, channels: _Channels, first: int, qkv_z, tails, conv, row, layer, position) -> "_Seen":
-        i = lanes.thread() + first
-        at = channels.place(minimum(i, channels.count - 1))
-        weights = memory.load_reals(CONV, conv, [layer, at, 0])
-        new = memory.load(qkv_z, row, at)
-        seen = [new]
+    def load(cls, head: _Head, first: int) -> "_Seen":
+        i, position = lanes.thread() + first, head.position
+        at = head.channels.place(minimum(i, head.channels.count - 1))
+        weights = memory.load_reals(CONV, head.weights["conv"], [head.layer, at, 0])
+        seen = [memory.load(head.qkv_z, head.own, head.row, token, at) for token in range(head.tokens)]
         for back in range(1, CONV):
-            old = memory.load(tails, layer, row, (position + (CONV - back)) % CONV, at)
-            seen.append(select(position >= back, old, 0.0))
-        stored = (i < channels.count) & channels.stores(i), [layer, row, position % CONV, at]
-        return cls(i, channels.count, seen[::-1], weights, *stored)
+            slot = (position + (CONV - back)) % CONV
+            old = memory.load(head.tails, head.layer, head.row, slot, at)
+            seen.insert(0, select(position >= back, old, 0.0))
+        return cls(i, seen, weights, [head.layer, head.row, position % CONV, at])
 
-    def convolve(self, tails, u_smem, squares_smem):
+    def convolve(self, head: _Head):
         """The newest into the tail, where this thread stores it; silu of the convolution; the sum of squares
-        of every 32 channels."""
-        with lanes.when(self.stores):
-            memory.store(self.seen[-1], tails, *self.place)
-        u = silu(total([x * w for x, w in zip(self.seen, self.weights, strict=True)]))
-        squares = lanes.warp_sum_real(u * u)
-        with lanes.when(self.i < self.count):  # whole warps have channels, or none
-            memory.store(u, u_smem, self.i)
-            with lanes.when(lanes.thread() % 32 == 0):
-                memory.store(squares, squares_smem, self.i // 32)
+        of every 32 channels; of each token."""
+        channels = head.channels
+        if head.stores and head.tokens == 1:
+            with lanes.when((self.i < channels.count) & channels.stores(self.i)):
+                memory.store(self.seen[-1], head.tails, *self.place)
+        for token in range(head.tokens):
+            seen = self.seen[token : token + CONV]
+            u = silu(total([x * w for x, w in zip(seen, self.weights, strict=True)]))
+            squares = lanes.warp_sum_real(u * u)
+            with lanes.when(self.i < channels.count):  # whole warps have channels, or none
+                memory.store(u, head.u_smem, self.i + token * channels.count)
+                with lanes.when(lanes.thread() % 32 == 0):
+                    memory.store(squares, head.squares_smem, self.i // 32 + token * (channels.count // 32))
 
 
-def _parts_of_gates(gates: Any, row, layer, head, heads: int) -> list:
-    """This thread's parts of x, gamma and the rows of both gates; zeros of x behind its end."""
-    hidden, parts = gates.x.type.shape[1], []
+def _parts_of_gates(head: _Head, tokens: range) -> list:
+    """This thread's parts of the x of these tokens, of gamma and of the rows of both gates; zeros of x behind
+    its end."""
+    gates = head.to_make
+    hidden, parts = gates.x.type.shape[-1], []
     for first in range(0, hidden, 4 * THREADS):
         at = lanes.thread() * 4 + first
         inside = at < hidden
         start = select(inside, at, 0)
-        places = (gates.x, [row, start]), (gates.gamma, [layer, start])
-        places += tuple((gates.weights, [layer, head + which * heads, start]) for which in (0, 1))
-        x, *rest = (memory.load_reals(4, ref, place) for ref, place in places)
-        parts.append([[select(inside, v, 0.0) for v in x], *rest])
+        places = [(gates.x, [head.own, head.row, token, start]) for token in tokens]
+        places.append((gates.gamma, [head.layer, start]))
+        places += [(gates.weights, [head.layer, head.head + which * head.heads, start]) for which in (0, 1)]
+        *each_x, gamma, alpha, beta = (memory.load_reals(4, ref, place) for ref, place in places)
+        each_x = [[select(inside, v, 0.0) for v in x] for x in each_x]
+        parts.append((each_x, gamma, (alpha, beta)))
     return parts
 
 
-def _sum_gates(parts: list, gates_smem):
-    """Of each warp: the sum of squares of its part of x, and its part of both gates' products."""
-    sums = [real(0)] * 3
-    for x, gamma, *rows in parts:
-        sums[0] = sum_of_squares(x, sums[0])
-        normed = [v * g for v, g in zip(x, gamma, strict=True)]
-        for which, w in enumerate(rows):
-            for a, e in zip(normed, w, strict=True):
-                sums[1 + which] = fma(a, e, sums[1 + which])
-    for i, s in enumerate(map(lanes.warp_sum_real, sums)):
-        with lanes.when(lanes.thread() % 32 == 0):
-            memory.store(s, gates_smem, lanes.thread() // 32 + i * WARPS)
+def _sum_gates(parts: list, tokens: range, gates_smem):
+    """Of each token and each warp: the sum of squares of its part of x, and its part of both gates'
+    products."""
+    for i, token in enumerate(tokens):
+        sums = [real(0)] * 3
+        for each_x, gamma, rows in parts:
+            x = each_x[i]
+            sums[0] = sum_of_squares(x, sums[0])
+            normed = [v * g for v, g in zip(x, gamma, strict=True)]
+            for which, w in enumerate(rows):
+                for a, e in zip(normed, w, strict=True):
+                    sums[1 + which] = fma(a, e, sums[1 + which])
+        for which, s in enumerate(map(lanes.warp_sum_real, sums)):
+            with lanes.when(lanes.thread() % 32 == 0):
+                memory.store(s, gates_smem, lanes.thread() // 32 + (3 * token + which) * WARPS)
 
 
-def _gates(gates_smem, hidden: int, eps: float):
+def _gates(gates_smem, token, hidden: int, eps: float):
     squares, alpha, beta = (
-        total([memory.load(gates_smem, i * WARPS + w) for w in range(WARPS)]) for i in range(3)
+        total([memory.load(gates_smem, token * (3 * WARPS) + (i * WARPS + w)) for w in range(WARPS)])
+        for i in range(3)
     )
     per_x = rsqrt(squares * (1 / hidden) + eps)
     return alpha * per_x, beta * per_x

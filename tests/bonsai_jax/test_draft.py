@@ -132,6 +132,36 @@ def in_float64(hidden: np.ndarray, tokens: list[int], ahead: int) -> tuple[list[
     return found, margin
 
 
+def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(monkeypatch):
+    """Here by the reference: keys and values are those of tokens that are read one by one, in a row behind
+    some, in one that begins, with fewer tokens, and without any."""
+    model, rng = tiny(), np.random.default_rng(0)
+    state = bj.new_state(model, 4, 48, GREEDY, 4, speculate="mtp")
+    own, cache = state.speculation.draft, state.cache
+    hidden = jnp.asarray(rng.standard_normal((4, 4, model.config.hidden)), jnp.float32)
+    tokens = jnp.asarray(rng.integers(0, 256, (4, 4)), jnp.int32)
+    own = own.replace(hidden=hidden[:, ::-1].sum(1))
+    first, counts = np.array([[19], [0], [7], [3]]), np.array([[4], [4], [2], [0]])
+    positions = jnp.asarray(np.where(np.arange(4) < counts, first + np.arange(4), -1), jnp.int32)
+
+    def follow(own, *read):
+        return jax.jit(lambda own, *read: of_model(own, *read))(own, *read)
+
+    def of_model(own, hidden, tokens, positions):
+        return draft.follow(
+            model.params, model.params.draft, own, cache, hidden, tokens, positions, model.config
+        )
+
+    want = own
+    for i in range(4):
+        want = follow(want, *(a[:, i : i + 1] for a in (hidden, tokens, positions)))
+    got = follow(own, hidden, tokens, positions)
+    monkeypatch.setattr(draft, "_together", lambda state, tokens: tokens)
+    for each in (got, follow(own, hidden, tokens, positions)):
+        assert float(jnp.abs(each.attention.k).max()) > 0.1
+        jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), each, want)
+
+
 def test_it_foresees_what_numpy_does():
     """Behind a prompt and steps that took some of its proposals back, in rows of different lengths."""
     model = tiny()

@@ -82,7 +82,13 @@ def parts(one: list[int], other: list[int]) -> int | None:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
 
 
-@pytest.mark.parametrize("source", ["bonsai-1.7b:q1_0", "bonsai-1.7b:q4_k_m", "tiny-qwen3moe:q4_k_m"])
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("bonsai-1.7b:q1_0", "bonsai-1.7b:q4_k_m", "tiny-qwen3moe:q4_k_m"),
+        *("tiny-qwen35:f32", "tiny-qwen35:q1_0", "tiny-qwen35:pq2_0"),  # with recurrent states
+    ],
+)
 @pytest.mark.parametrize("rows", [1, 3])
 def test_speculation_draws_what_plain_decoding_does(source, rows):
     """A text that a bias makes repeat itself, and texts of the model; where they part, two tokens are equally
@@ -103,6 +109,22 @@ def test_speculation_draws_what_plain_decoding_does(source, rows):
             scores = log_softmax(np.asarray(bj.logits(model, prompt + one.tokens[:at])[-1]))
             assert abs(scores[one.tokens[at]] - scores[other.tokens[at]]) < 0.1
         assert params is not biased or max(other.steps for other in got) < new - 1
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen35-mtp:q1_0", "tiny-qwen35-mtp:q4_k_m"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_layer_draws_what_plain_decoding_does(source, rows):
+    """Random weights: it is seldom right."""
+    model, new = bj.load(f"synth:{source}", bj.RunConfig(context=CONTEXT, batch_size=rows, draft=True)), 64
+    ids = [np.random.default_rng(rows).integers(0, 200, 12 + row).tolist() for row in range(rows)]
+    how = {"sampling": bj.SamplingParams(temperature=0.0), "max_new_tokens": new, "ignore_eos": True}
+    want, got = (bj.generate(model, ids, speculate=speculate, **how) for speculate in (None, "mtp"))
+    for prompt, one, other in zip(ids, want, got, strict=True):
+        at = parts(one.tokens, other.tokens)
+        print(f"{source}, {rows} rows: {other.steps} steps of {one.steps}, texts part at {at}")
+        if at is not None:
+            scores = log_softmax(np.asarray(bj.logits(model, prompt + one.tokens[:at])[-1]))
+            assert abs(scores[one.tokens[at]] - scores[other.tokens[at]]) < 0.1
 
 
 @pytest.mark.parametrize("draft", ["bonsai-1.7b:q1_0", "tiny-qwen3:q1_0"])

@@ -81,19 +81,19 @@ def attention(
     )  # fmt: skip
 
 
-def delta_step(rows, gates_made=False):
-    """As Bonsai 27B has it."""
+def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True):
+    """As Bonsai 27B has it; with more layers, the replay of so many."""
     heads, dim, channels, hidden = 48, 128, 10240, 5120
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     gates = delta.Gates(
-        shape(rows, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16)
+        shape(layers, rows, tokens, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16)
     )
-    gates = shape(rows, 2 * heads) if gates_made else gates
+    gates = shape(layers, rows, tokens, 2 * heads) if gates_made else gates
     weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
     weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
-    return functools.partial(step.delta_step, eps=1e-6, grouped=False), (
-        shape(rows, channels + heads * dim), gates, shape(3, rows, heads, dim, dim),
-        shape(3, rows, 4, channels), shape(rows, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
+    return functools.partial(step.delta_step, eps=1e-6, grouped=False, stores=stores), (
+        shape(layers, rows, tokens, channels + heads * dim), gates, shape(3, rows, heads, dim, dim),
+        shape(3, rows, 4, channels), shape(rows, tokens, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
     )  # fmt: skip
 
 

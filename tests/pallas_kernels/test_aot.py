@@ -105,6 +105,9 @@ HOT = {
     "delta step": lambda: delta_step(1),
     "delta step, 32 rows": lambda: delta_step(32),  # S in shared memory
     "delta step, 16 rows, gates made": lambda: delta_step(16, gates_made=True),
+    "delta step of 8 tokens, not stored": lambda: delta_step(1, tokens=8, stores=False),
+    "delta step of 4 tokens of 2 rows": lambda: delta_step(2, tokens=4),
+    "delta step, replay of 8 tokens in 3 layers": lambda: delta_step(1, tokens=8, layers=3),
     "attention of a window": lambda: attention(32, 16, 128, False, "float16", scores=GEMMA_2),
     "attention of a window, 256 wide, int8": lambda: attention(8, 4, 256, True, "int8", scores=GEMMA_3),
     "attention with sinks": lambda: attention(64, 8, 64, False, "float16", **GPT_OSS),

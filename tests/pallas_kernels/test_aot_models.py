@@ -221,6 +221,29 @@ def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, to
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pages.size * 2
 
 
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_a_speculative_step_of_a_delta_net_stores_all_layers_by_one_launch(tokens):
+    """States are read in place, token by token in one launch a layer, and what the accepted tokens make of
+    them is stored by a launch for all layers."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:tiny-qwen35:q1_0")
+        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))
+        proposals = jax.ShapeDtypeStruct((1, tokens - 1), jnp.int32)
+        compiled = compile_for_gpu(
+            lambda *arrays: speculation.step(*arrays, config=config),
+            params, state.replace(speculation=started), proposals, jax.ShapeDtypeStruct((1,), bool),
+            donate_argnums=1,
+        )  # fmt: skip
+        _, plain, _ = shapes("synth:tiny-qwen35:q1_0", rows=tokens)
+        rows = compile_for_gpu(lambda *arrays: core.step(*arrays, config), params, plain, donate_argnums=1)
+    text, launches = compiled.as_text(), 'custom_call_target="mosaic_gpu'
+    assert "prefill" not in text and text.count(" while(") == rows.as_text().count(" while(")
+    assert text.count(launches) == rows.as_text().count(launches) + 1
+    (states,) = state.cache.states["delta_net"]
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 4 * states.s.size and memory.temp_size_in_bytes < 4 * states.s.size
+
+
 def test_a_draft_model_draws_by_the_kernels_of_a_plain_step():
     """In one loop of as many turns as pay. Its cache stays in its place, and so does the model's, which is
     read for its block table alone."""

@@ -31,7 +31,8 @@ What mixes tokens has also
                   (state.py), and AXES, how devices split it
     empty         (settings, layers, run, room) -> State
     replay        (updates, place, state) -> State, where State.recurrent: speculation reads tokens without
-                  updating the state (Place.updates), and then applies the updates of those accepted
+                  updating the state (Place.updates), and then applies the updates of those accepted, of all
+                  layers [layers, ...]
 
 `get(name)` imports by file name, so a new file is a new kind once its name is in NAMES. Weights and states
 are stored by this name: params.layers["attention"], cache.states["attention"].

@@ -21,8 +21,8 @@ from bonsai_jax.network.kinds.place import Place, add_product, joined_product
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs
 from bonsai_jax.weights.specs import Spec
-from pallas_kernels import LayerStack, QTensor, delta_net, device, problems, selection, serializable
-from pallas_kernels.delta import Gates
+from pallas_kernels import LayerStack, QTensor, delta, device, problems, selection, serializable
+from pallas_kernels.delta import STEP_TOKENS, Gates
 
 PRODUCTS = ("inputs", "out")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = (
@@ -254,20 +254,33 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
 def mix(qkv_z: jax.Array, x: jax.Array, place: Place, state: State, workspace):
     """What a delta net gives before its output projection, [B, T, V], the state and the workspace; x is the
     layer's input, of which gates are made."""
-    w = place.weights
-    alone = x.shape[-2] == 1 and state.impl != "reference" and place.updates is None
-    dense = _dense(w.gates) if alone else None
+    w, shape = place.weights, x.shape[:-1]
+    if place.tokens > 1:  # of a sequence, which are rows elsewhere
+        together = lambda a: a.reshape(-1, place.tokens, *a.shape[2:])  # noqa: E731
+        qkv_z, x, positions = map(together, (qkv_z, x, place.positions))
+        place = dataclasses.replace(place, positions=positions, tokens=1)
+    few = x.shape[-2] <= STEP_TOKENS and state.impl != "reference"
+    dense = _dense(w.gates) if few else None
     gates = joined_product(x, w.gates, place, w.norm) if dense is None else Gates(x, w.norm, dense)
-    y, updated = _mixed(qkv_z, gates, place, state)
-    if place.updates is None:
-        return y, updated, workspace
-    place.updates["qkv_z"], place.updates["gates"] = qkv_z, gates
-    return y, state, workspace
+    y, state = _mixed(qkv_z, gates, place, state)
+    if place.updates is not None:
+        place.updates["qkv_z"] = qkv_z
+        place.updates.update({"gates": gates} if dense is None else {"x": x})
+    return y.reshape(*shape, -1), state, workspace
 
 
 def replay(updates: Mapping[str, jax.Array], place: Place, state: State) -> State:
-    """The state after tokens whose updates `mix` has put into place.updates."""
-    return _mixed(updates["qkv_z"], updates["gates"], place, state)[1]
+    """The state after tokens whose updates of each layer `mix` has put into place.updates."""
+    w = place.weights
+    gates = updates.get("gates")
+    if gates is None:
+        dense = _dense(w.gates)
+        assert dense is not None
+        gates = Gates(updates["x"], w.norm, dense)
+    s, tail = delta.replay(
+        updates["qkv_z"], gates, state.s, state.tail, place.positions, **_rest(place, state)
+    )
+    return state.replace(s=s, tail=tail)
 
 
 def phases(settings: DeltaNet) -> tuple[Product, Mixing, Product]:
@@ -289,14 +302,22 @@ def phases(settings: DeltaNet) -> tuple[Product, Mixing, Product]:
 
 
 def _mixed(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[Float[Array, "B T V"], State]:
-    """What a delta net gives of its projections, and its state after these tokens."""
-    w, sizes = place.weights, place.settings
-    y, s, tail = delta_net(
+    """What a delta net gives of its projections, and its state after these tokens; as it came where it waits
+    for `replay`."""
+    y, s, tail = delta.delta_net(
         qkv_z, gates, state.s, state.tail, place.positions, place.index,
-        conv=w.conv_weights, decay=w.decay, dt=w.dt, norm=w.head_norm,
-        eps=place.eps, grouped=sizes.grouped, impl=state.impl, prefill_impl=state.prefill_impl,
+        stores=place.updates is None, **_rest(place, state),
     )  # fmt: skip
     return y, state.replace(s=s, tail=tail)
+
+
+def _rest(place: Place, state: State) -> dict[str, Any]:
+    """Keyword arguments of pallas_kernels.delta's functions."""
+    w = place.weights
+    return {
+        "conv": w.conv_weights, "decay": w.decay, "dt": w.dt, "norm": w.head_norm, "eps": place.eps,
+        "grouped": place.settings.grouped, "impl": state.impl, "prefill_impl": state.prefill_impl,
+    }  # fmt: skip
 
 
 def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:

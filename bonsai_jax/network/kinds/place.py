@@ -42,7 +42,7 @@ class Place:
     taps       what reads or edits values on their way (network/taps.py)
     residual_scale  what a block adds to its input is multiplied by it
     updates    where given, recurrent state is left as it is, and what would change it is put here, for
-               the kind's `replay`
+               the kind's `replay`, in arrays [sequences, their tokens, ...]
     layer_norm  norms subtract the mean first (ModelConfig.layer_norm)
     start      what a half reads where that is not x: the layer's input, which several halves read (Layer)
     source     the state, and the index in it, of the layer whose keys and values a mixer reads in place of
@@ -97,6 +97,22 @@ class Place:
 
         x = x - mean(x) if self.layer_norm else x
         return gamma * (x * jax.lax.rsqrt(mean(jnp.square(x)) + self.eps))
+
+
+def each_layer(
+    replay: Callable[[dict[str, jax.Array], Place, Any], Any],
+    updates: Mapping[str, Float[Array, "L B T ..."]],
+    place: Place,
+    state: Any,
+) -> Any:
+    """A kind's state after replay(updates, place, state) of one layer after the other."""
+
+    def layer(state, of_layer):
+        index, own = of_layer
+        return replay(own, dataclasses.replace(place, index=index), state), None
+
+    count = len(next(iter(updates.values())))
+    return jax.lax.scan(layer, state, (jnp.arange(count), dict(updates)))[0]
 
 
 def joined_product(

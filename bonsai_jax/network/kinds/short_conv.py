@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from bonsai_jax.config import RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
-from bonsai_jax.network.kinds.place import Place, add_product, joined_product
+from bonsai_jax.network.kinds.place import Place, add_product, each_layer, joined_product
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
@@ -174,8 +174,8 @@ def mix(bcu: Float[Array, "B T 3*C"], place: Place, state: State, workspace):
 
 
 def replay(updates: Mapping[str, jax.Array], place: Place, state: State) -> State:
-    """The state after tokens whose updates `mix` has put into place.updates."""
-    return _mixed(updates["bcu"], place, state)[1]
+    """The state after tokens whose updates of each layer `mix` has put into place.updates."""
+    return each_layer(lambda own, place, state: _mixed(own["bcu"], place, state)[1], updates, place, state)
 
 
 def phases(settings: ShortConv) -> tuple[Product, Mixing, Product]:

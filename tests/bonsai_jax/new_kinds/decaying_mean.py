@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from bonsai_jax.config import RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
-from bonsai_jax.network.kinds.place import Place, add_product
+from bonsai_jax.network.kinds.place import Place, add_product, each_layer
 from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
@@ -115,7 +115,7 @@ def mix(values: Float[Array, "B T W"], place: Place, state: State, workspace):
 
 
 def replay(updates, place: Place, state: State) -> State:
-    return _mixed(updates["values"], place, state)[1]
+    return each_layer(lambda own, place, state: _mixed(own["values"], place, state)[1], updates, place, state)
 
 
 def phases(settings: DecayingMean):
