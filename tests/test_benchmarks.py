@@ -2,10 +2,12 @@
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -318,6 +320,76 @@ def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
         ("a", "tg64", "data parallel"): {1: 12.0, 2: 24.0},
         ("a", "tg64", "tensor parallel"): {1: 12.0, 2: 20.0, 4: 30.0},
     }
+
+
+@pytest.fixture
+def step_row():
+    """(model, rows, us) -> what benchmarks/steps.py prints, but for the fields of --kernels and --layers."""
+    row_class = module("steps").Row
+    origin = {"date": "", "commit": "c", "device": "GPU", "driver": None, "jax": ""}
+    fixed = {**origin, "layers": 2, "depth": 128, "us_min": 0.0, "us_max": 0.0, "kernels": None}
+    return lambda model, rows, us: dataclasses.asdict(row_class(model=model, rows=rows, us=us, **fixed))
+
+
+def test_the_plot_of_batch_sizes_takes_the_median_and_leaves_out_what_is_no_plain_step(step_row):
+    plot_rows = module("plot_rows")
+    rows = [step_row("synth:a", n, us) for n, us in ((4, 50.0), (1, 30.0), (1, 20.0), (1, 90.0), (65, 1.0))]
+    rows += [step_row("a", 4, 1.0) | {"kernels": {"matvec": [1.0, 1.0]}}]
+    rows += [step_row("a", 1, 10.0) | {"layers": 1}, step_row("a", 1, 40.0) | {"depth": 0}]
+    assert plot_rows.series(rows) == {
+        "a, 1 layers, after 128 tokens": {1: 1e5},
+        "a, 2 layers, after 0 tokens": {1: 25e3},
+        "a, 2 layers, after 128 tokens": {1: 1e6 / 30, 4: 80e3},
+    }
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_drops_are_neighbours_with_more_than_three_percent_fewer_tokens(seed):
+    """From a sequence of known factors; batch sizes that were not measured have no neighbours."""
+    plot_rows, random = module("plot_rows"), np.random.default_rng(seed)
+    factors = random.choice([1.2, 1.0, 0.975, 0.965, 0.5], size=64)
+    measured = set(random.permutation(np.arange(1, 65))[:50].tolist())
+    speeds = {n: 1e4 * tok_s for n, tok_s in enumerate(np.cumprod(factors), 1) if n in measured}
+    falls = {n for n in measured if n - 1 in measured and factors[n - 1] < 0.97}
+    drops = plot_rows.drops(speeds)
+    assert set(drops) == falls != set()
+    np.testing.assert_allclose(list(drops.values()), [1 - factors[n - 1] for n in drops])
+    assert plot_rows.drops({1: 100.0, 2: 97.0, 3: 200.0, 5: 1.0}) == {}
+
+
+def test_the_picture_of_batch_sizes_is_the_same_in_any_order_of_rows_and_marks_the_printed_drops(
+    step_row, tmp_path
+):
+    speeds = {"synth:a": (100, 190, 150, 145), "b": (10, 20, 30, 29.2), "c": (5, 4, 3)}
+    rows = [step_row(m, n, n * 1e6 / tok_s) for m, line in speeds.items() for n, tok_s in enumerate(line, 1)]
+    pictures = []
+    for order in (rows, rows[::-1]):
+        given, picture = tmp_path / "rows.jsonl", tmp_path / "rows.svg"
+        given.write_text("".join(json.dumps(row) + "\n" for row in order))
+        path, *table = main("plot_rows", "-i", given, "-o", picture).splitlines()
+        pictures.append(picture.read_bytes())
+        assert path == str(picture) and table == [
+            "| model | from | to | percent |",
+            "|---|---|---|---|",
+            "| a, 2 layers, after 128 tokens | 2: 190 tok/s | 3: 150 tok/s | -21.1 |",
+            "| a, 2 layers, after 128 tokens | 3: 150 tok/s | 4: 145 tok/s | -3.3 |",
+            "| c, 2 layers, after 128 tokens | 1: 5 tok/s | 2: 4 tok/s | -20.0 |",
+            "| c, 2 layers, after 128 tokens | 2: 4 tok/s | 3: 3 tok/s | -25.0 |",
+        ]
+    assert pictures[0] == pictures[1]
+    marks = re.findall(rb'<g id="PathCollection_\d+">.*?<g clip-path.*?</g>', pictures[0], re.DOTALL)
+    assert [mark.count(b"<use") for mark in marks] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "no JSON", "[1]", '{"model": "a", "us": 1.0, "rows": 1, "op": "qkv"}', None]
+)
+def test_a_plot_of_batch_sizes_needs_rows_of_steps(text, step_row, tmp_path):
+    profiled = json.dumps(step_row("a", 1, 1.0) | {"kernels": {}})  # None: only such rows
+    (tmp_path / "other.jsonl").write_text(profiled if text is None else text)
+    with pytest.raises(AssertionError, match=r"other\.jsonl: not rows of 1 to 64 by benchmarks/steps\.py"):
+        main("plot_rows", "-i", tmp_path / "other.jsonl", "-o", tmp_path / "rows.svg")
+    assert not (tmp_path / "rows.svg").exists()
 
 
 def test_steps_write_what_generate_writes_and_the_definition_finds_where_another_text_parts():
