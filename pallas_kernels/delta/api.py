@@ -81,9 +81,9 @@ def replay(
         return step.replay(qkv_z, gates, states, tails, positions, rest, eps, grouped)
 
     def layer(stored, of_layer):
-        index, qkv_z, own = of_layer
+        (states, tails), (index, qkv_z, own) = stored, of_layer
         own = gates._replace(x=own) if isinstance(gates, Gates) else own
-        return delta_net(qkv_z, own, *stored, positions, index, impl=impl, **rest)[1:], None
+        return delta_net(qkv_z, own, states, tails, positions, index, impl=impl, **rest)[1:], None
 
     of_layers = jnp.arange(len(qkv_z)), qkv_z, gates.x if isinstance(gates, Gates) else gates
     return jax.lax.scan(layer, (states, tails), of_layers)[0]

@@ -103,9 +103,9 @@ def delta_step(
     layers, rows, tokens, _ = qkv_z.shape
     heads, K, V = states.shape[2:]
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn
-    stores_tails = stores and tokens == 1
-    states_ref = jax.new_ref(states) if stores else states
-    tails_ref = jax.new_ref(tails) if stores_tails else tails
+    # Refs are written in place; of arrays that are only read they would be copies.
+    states_ref = jax.new_ref(states) if stores else None
+    tails_ref = jax.new_ref(tails) if stores and tokens == 1 else None
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
     in_registers = tokens == 1 and layers * rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
     made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
@@ -115,8 +115,8 @@ def delta_step(
             "qkv_z": qkv_z,
             "made": made,
             "to_make": to_make,
-            "states": states_ref,
-            "tails": tails_ref,
+            "states": states if states_ref is None else states_ref,
+            "tails": tails if tails_ref is None else tails_ref,
             "positions": positions,
             "first_layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "weights": weights,
@@ -135,15 +135,16 @@ def delta_step(
         }
         | ({} if in_registers else {"state_smem": words(K * V)}),
     )
-    states = jax.freeze(states_ref) if stores else states
-    if stores_tails:
+    if states_ref is None:
+        return y, states, tails
+    if tails_ref is not None:
         tails = jax.freeze(tails_ref)
-    elif stores:
+    else:
         own = jax.lax.dynamic_slice_in_dim(tails, layer, layers)
         after = jax.vmap(lambda qkv, tail: convolved(qkv, tail, positions)[1])
         own = after(qkv_z[..., : tails.shape[-1]].astype(jnp.float32), own)
         tails = jax.lax.dynamic_update_slice_in_dim(tails, own, layer, 0)
-    return y, states, tails
+    return y, jax.freeze(states_ref), tails
 
 
 def _body(*, qkv_z, states, positions, first_layer, y, **rest):
