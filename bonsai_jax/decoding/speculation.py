@@ -50,13 +50,14 @@ def start(rows: int, capacity: int, proposer: str, device_rows: int | None = Non
     """
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
     steps, trust = jnp.zeros(rows, jnp.int32), jnp.full(rows, proposers.get(proposer).TRUST, jnp.float32)
-    return Speculation(ids, steps, trust, proposer=proposer, width=width(device_rows or rows))
+    return Speculation(ids, steps, trust, proposer=proposer, width=width(device_rows or rows, proposer))
 
 
-def width(rows: int) -> int:
+def width(rows: int, proposer: str) -> int:
     """Most tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
-    Products of up to 8 tokens run by the kernels of a decode step, in about the time of reading weights."""
-    return max(2, STEP_TOKENS // rows)
+    Products of up to 8 tokens run by the kernels of a decode step, in about the time of reading weights. A
+    proposer of fewer has no steps of more, which would be compiled for nothing."""
+    return min(max(2, STEP_TOKENS // rows), 1 + proposers.get(proposer).MOST)
 
 
 def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:

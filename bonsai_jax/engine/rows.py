@@ -207,7 +207,7 @@ def decode(
     state = only_chained(take(pool, rows, table), columns, 2)
     state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
-        width = speculation.width(rows.shape[0])
+        width = speculation.width(rows.shape[0], state.speculation.proposer)
         state = state.replace(
             speculation=state.speculation.replace(width=width, steps=jnp.zeros_like(state.speculation.steps))
         )

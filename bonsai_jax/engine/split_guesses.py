@@ -36,7 +36,7 @@ def guess_width(speculate: str | None, recurrent: bool, rows: int) -> int:
     """Tokens of a row with a constraint in one step; 1: it does not guess. rows: most of a device."""
     if speculate is None or recurrent or proposers.get(speculate).LOADS is not None:
         return 1
-    return speculation.width(rows)
+    return speculation.width(rows, speculate)
 
 
 @over_mesh(RESULT)

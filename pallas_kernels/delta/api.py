@@ -80,10 +80,10 @@ def replay(
         eps, grouped, _ = rest.pop("eps"), rest.pop("grouped"), rest.pop("prefill_impl", None)
         return step.replay(qkv_z, gates, states, tails, positions, rest, eps, grouped)
 
-    def layer(stored, of_layer):
-        (states, tails), (index, qkv_z, own) = stored, of_layer
+    def layer(stored, each):
+        (states, tails), (index, qkv_z, own) = stored, each
         own = gates._replace(x=own) if isinstance(gates, Gates) else own
         return delta_net(qkv_z, own, states, tails, positions, index, impl=impl, **rest)[1:], None
 
-    of_layers = jnp.arange(len(qkv_z)), qkv_z, gates.x if isinstance(gates, Gates) else gates
-    return jax.lax.scan(layer, (states, tails), of_layers)[0]
+    inputs = jnp.arange(len(qkv_z)), qkv_z, gates.x if isinstance(gates, Gates) else gates
+    return jax.lax.scan(layer, (states, tails), inputs)[0]

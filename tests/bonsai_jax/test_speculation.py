@@ -305,7 +305,7 @@ def trusting(*trust, width):
     ],
 )
 def test_a_step_reads_what_draws_most_in_its_time(trust, proposals, running, tokens):
-    width = speculation.width(len(trust))
+    width = speculation.width(len(trust), "ngram")
     given = jnp.where(jnp.arange(width - 1) < proposals, 5, NONE) * jnp.ones((len(trust), 1), jnp.int32)
     chosen = speculation.tokens_to_read(trusting(*trust, width=width), given, jnp.array(running))
     assert speculation.widths(width)[chosen] == tokens

@@ -5,6 +5,7 @@ A proposer module defines
     propose(params, state, config, count)  -> int32 [B, count], state: the tokens that it expects after each
                            row's newest token, then NO_TOKEN. Pure and traced. It may read all of the State,
                            and change State.speculation.draft
+    MOST                   most tokens that it proposes for a row
     TRUST                  the share of its proposals that is taken to be right before any was checked
     time(params, config)   -> float, the time in which it proposes a token for each row, relative to a plain
                            step. If above 0, it proposes nothing where that does not pay

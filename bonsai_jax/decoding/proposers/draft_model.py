@@ -15,6 +15,7 @@ from bonsai_jax.network.params import decode_bytes
 from pallas_kernels import device
 
 LOADS = "draft_model"
+MOST = STEP_TOKENS - 1
 TRUST = 0.8  # of a model that was chosen for this
 CHECKED = 8  # tokens of a look: about as many as the trust remembers, and one tile of rows of the head
 LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)

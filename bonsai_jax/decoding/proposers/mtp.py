@@ -3,10 +3,8 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import draft
 from bonsai_jax.network.draft import DraftState
 
@@ -20,14 +18,13 @@ def time(params: Any, config: Any) -> float:
 
 
 def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
-    """The draft layer's likeliest tokens, up to MOST, whatever the row's sampling, and the state with the
-    layer's keys and values."""
-    drafted, running, s = min(count, MOST), state.remaining > 0, state.speculation
+    """The draft layer's likeliest tokens, whatever the row's sampling, and the state with the layer's keys
+    and values."""
+    running, s = state.remaining > 0, state.speculation
     tokens, own = draft.foresee(
-        params, params.draft, s.draft, state.cache, state.tokens, running, drafted, config
+        params, params.draft, s.draft, state.cache, state.tokens, running, count, config
     )
-    proposals = jnp.pad(tokens, ((0, 0), (0, count - drafted)), constant_values=NO_TOKEN)
-    return proposals, state.replace(speculation=s.replace(draft=own))
+    return tokens, state.replace(speculation=s.replace(draft=own))
 
 
 def follow(

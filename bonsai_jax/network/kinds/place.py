@@ -107,8 +107,8 @@ def each_layer(
 ) -> Any:
     """A kind's state after replay(updates, place, state) of one layer after the other."""
 
-    def layer(state, of_layer):
-        index, own = of_layer
+    def layer(state, each):
+        index, own = each
         return replay(own, dataclasses.replace(place, index=index), state), None
 
     count = len(next(iter(updates.values())))
