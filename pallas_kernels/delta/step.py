@@ -196,7 +196,7 @@ class _Head:
     def run(self, read):
         """read: how many of the tokens are read."""
         self.part.ask(self.states, [self._place(i) for i in range(self.count)], self.position != 0)
-        z = self._z(0)
+        z = self._z(0)  # asked for before all else waits; of several tokens each asks for its own
         self._prepare()
         lanes.block_barrier()
         if self.tokens == 1:
