@@ -228,7 +228,7 @@ def decoder(
         updates: list[Any] = [{} if keep_updates else None for _ in config.layers]
         with_updates = lambda number, half: place_of(number, half, updates=updates[number])  # noqa: E731
         x, cache = SCHEDULES[schedule](params, x, cache, with_updates, config)
-        read = _by_layer([_of_mixer(config, number, own) for number, own in enumerate(updates) if own])
+        read = _by_layer([_mixer_updates(config, number, own) for number, own in enumerate(updates) if own])
     elif one_token and params.step.unrolled:
         carry, parts = straight((x, cache, workspaces.empty(config, cache, rows)), range(count))
         (x, cache, _), read = carry, _by_layer(parts)
@@ -378,12 +378,14 @@ def _update_name(kind: str, group: int) -> str:
 
 
 def _named(kind: str, group: int, updates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """Updates of a layer of a group, by the names that they have among those of all."""
+    """A layer's updates, by names that tell its kind and group from others'."""
     return {_update_name(kind, group) + name: u for name, u in updates.items()}
 
 
-def _of_mixer(config: ModelConfig, number: int, updates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """The same of what mixes tokens in a layer, [1, ...]."""
+def _mixer_updates(
+    config: ModelConfig, number: int, updates: Mapping[str, jax.Array]
+) -> dict[str, jax.Array]:
+    """Updates of a layer's mixer, by these names and with an axis of layers before the others."""
     mixer = config.layers[number].mixer
     named = _named(mixer.kind, config.position(number, mixer).group, updates)
     return {name: u[None] for name, u in named.items()}

@@ -74,8 +74,8 @@ def follow(
     hidden     what the decoder made of the tokens, not yet normed
     positions  of the tokens; -1 for those to leave out, which come after a row's others
     """
-    # A token pairs with the hidden vector of the one before, of which a sequence's first token has none: it
-    # goes to the end, since padding lies behind tokens.
+    # Each token is read with the hidden vector of the token before it. A sequence's first token has none, and
+    # is moved to the end as padding, because padding follows tokens.
     begins = positions[:, 0] == 0
 
     def in_pairs(a):

@@ -66,12 +66,12 @@ def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grou
     """delta.delta_net of one token a row, or of up to 8."""
     kernel = functools.partial(delta_step, eps=eps, grouped=grouped, stores=stores)
     y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
-        qkv_z[None], _of_one_layer(gates), states, tails, positions, layer, weights
+        qkv_z[None], _with_layer_axis(gates), states, tails, positions, layer, weights
     )
     return y[0], states, tails
 
 
-def _of_one_layer(gates: jax.Array | Gates) -> jax.Array | Gates:
+def _with_layer_axis(gates: jax.Array | Gates) -> jax.Array | Gates:
     return gates._replace(x=gates.x[None]) if isinstance(gates, Gates) else gates[None]
 
 
@@ -97,9 +97,9 @@ def delta_step(
     grouped: bool,
     stores: bool = True,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """delta.delta_net's kernel: its arguments, but qkv_z and gates (or the x of which they are made) have an
-    axis of layers before the others, from `layer` on, and so has y. stores: else states and tails stay as
-    they are. weights: conv, decay, dt and norm by name."""
+    """delta.delta_net's kernel, for one layer or several, from `layer` on: qkv_z, gates (or their x) and y
+    have an axis of layers before those of delta_net. Without `stores`, states and tails stay as they are.
+    weights: conv, decay, dt and norm by name."""
     layers, rows, tokens, _ = qkv_z.shape
     heads, K, V = states.shape[2:]
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn

@@ -145,9 +145,9 @@ def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(monkeypatch
     positions = jnp.asarray(np.where(np.arange(4) < counts, first + np.arange(4), -1), jnp.int32)
 
     def follow(own, *read):
-        return jax.jit(lambda own, *read: of_model(own, *read))(own, *read)
+        return jax.jit(lambda own, *read: followed(own, *read))(own, *read)
 
-    def of_model(own, hidden, tokens, positions):
+    def followed(own, hidden, tokens, positions):
         return draft.follow(
             model.params, model.params.draft, own, cache, hidden, tokens, positions, model.config
         )
