@@ -46,7 +46,7 @@ def test_a_key_that_changes_the_result_is_read_or_refused(name):
         "attention.temperature_scale": 0.3,
         "attention.causal": False,
         "rope.scaling.factor": 7.5,
-        "nextn_predict_layers": 1,
+        "nextn_predict_layers": 1 + checkpoint.metadata.get(f"{arch}.nextn_predict_layers", 0),
         "swiglu_clamp_exp": np.array([0.0, 7.0, 0.0], np.float32),
         "a_key_of_tomorrow": "x",
     }.items():
