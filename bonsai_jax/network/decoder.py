@@ -162,7 +162,7 @@ def decoder(
             x, state, workspace = kinds.get(half.kind).block(x, place, state, spaces.get(at))
             spaces = spaces if workspace is None else {**spaces, at: workspace}
             cache = cache.with_state(half.kind, place.group, state) if states else cache
-            read.update(_named(half.kind, place.group, updates))
+            read.update({_update_name(half.kind, place.group) + name: u for name, u in updates.items()})
             return x, cache, spaces
 
         x, *rest = carry
@@ -217,7 +217,8 @@ def decoder(
         return carry, parts
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
-    schedule, read = params.step.schedule(rows) if whole and one_token else "launches", {}
+    fused = whole and one_token and not keep_updates
+    schedule, read = params.step.schedule(rows) if fused else "launches", {}
     if schedule != "launches" and params.adapter is not None:
         from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
 
@@ -225,10 +226,7 @@ def decoder(
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
 
-        updates: list[Any] = [{} if keep_updates else None for _ in config.layers]
-        with_updates = lambda number, half: place_of(number, half, updates=updates[number])  # noqa: E731
-        x, cache = SCHEDULES[schedule](params, x, cache, with_updates, config)
-        read = _by_layer([_mixer_updates(config, number, own) for number, own in enumerate(updates) if own])
+        x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
     elif one_token and params.step.unrolled:
         carry, parts = straight((x, cache, workspaces.empty(config, cache, rows)), range(count))
         (x, cache, _), read = carry, _by_layer(parts)
@@ -375,20 +373,6 @@ def replay(
 def _update_name(kind: str, group: int) -> str:
     """How the names of a group's updates begin."""
     return f"{kind}.{group}."
-
-
-def _named(kind: str, group: int, updates: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-    """A layer's updates, by names that tell its kind and group from others'."""
-    return {_update_name(kind, group) + name: u for name, u in updates.items()}
-
-
-def _mixer_updates(
-    config: ModelConfig, number: int, updates: Mapping[str, jax.Array]
-) -> dict[str, jax.Array]:
-    """Updates of a layer's mixer, by these names and with an axis of layers before the others."""
-    mixer = config.layers[number].mixer
-    named = _named(mixer.kind, config.position(number, mixer).group, updates)
-    return {name: u[None] for name, u in named.items()}
 
 
 @over_mesh("whole", arrays="whole")

@@ -369,6 +369,35 @@ def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(source, mon
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), after, before)
 
 
+def test_tokens_of_a_step_are_rows_where_a_state_waits_for_those_accepted(monkeypatch):
+    """Here by the reference, with delta nets: hidden vectors, the states before and after some of the tokens
+    are accepted, and keys are those of a step that is not taken apart."""
+    model, tokens = tiny(HYBRID), jnp.array(RNG.integers(0, 256, (3, 4)))
+    cache, config = bj.new_cache(model, 3, 32), model.config
+    read = jnp.array(RNG.integers(0, 256, (3, 15)))
+    _, cache = bj.extend(model.params, cache, read, jnp.array([15, 3, 8]), config)
+    offset, counts = jnp.arange(4), jnp.array([[4], [2], [0]])
+    positions = jnp.where(offset < counts, cache.lengths[:, None] + offset, -1)
+    accepted = jnp.where(offset < jnp.array([[3], [1], [0]]), positions, -1)
+
+    def step():
+        hidden, after, updates = decoder.decoder(
+            model.params, tokens, positions, cache, config, 32, keep_updates=True
+        )
+        return hidden, after, decoder.replay(model.params, after, updates, accepted, config)
+
+    want, *before = jax.jit(lambda: step())()
+    monkeypatch.setattr(decoder, "_as_rows", lambda params, tokens, *_: tokens.shape[1] > 1)
+    got, *after = jax.jit(lambda: step())()
+    valid = (positions >= 0)[..., None]
+    np.testing.assert_allclose(jnp.where(valid, got, 0), jnp.where(valid, want, 0), atol=1e-4)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-5), after, before)
+    (waiting,), (stored,) = (each.states["delta_net"] for each in after)
+    np.testing.assert_array_equal(waiting.s, cache.states["delta_net"][0].s)
+    changed = np.abs(stored.s - waiting.s).max(axis=(0, 2, 3, 4)) > 1e-3
+    assert changed.tolist() == [True, True, False]
+
+
 def of_text(rows, count, capacity=16):
     ids = np.full((len(rows), capacity), 99, np.int32)  # what lies behind the text is of no text
     for row, text in zip(ids, rows, strict=True):

@@ -82,7 +82,7 @@ def attention(
 
 
 def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True):
-    """Bonsai 27B's; `layers` above 1: the launch that stores the accepted tokens of so many layers."""
+    """That of Bonsai 27B. With several layers it is the launch that stores accepted tokens in all of them."""
     heads, dim, channels, hidden = 48, 128, 10240, 5120
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     gates = delta.Gates(

@@ -197,11 +197,9 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
     assert len(re.findall(r"%\S*add_fusion\S* = ", entry)) == (rows >= 9) < config.num_layers
 
 
-@pytest.mark.parametrize("tokens", [4, 8])
-@pytest.mark.parametrize("source", ["bonsai-8b:q1_0", "tiny-qwen3:q4_k_m", "tiny-qwen3moe:q4_k_m"])
-def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, tokens):
-    """As a plain step of as many rows is; layers of the 8B in Q1_0 are one launch. The cache stays in its
-    place."""
+def speculative_step(source, tokens):
+    """A step that reads so many tokens of one sequence, a plain step of as many sequences, both compiled, and
+    the state of the first."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:{source}")
         started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))
@@ -213,32 +211,33 @@ def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, to
         )  # fmt: skip
         _, plain, _ = shapes(f"synth:{source}", rows=tokens)
         rows = compile_for_gpu(lambda *arrays: core.step(*arrays, config), params, plain, donate_argnums=1)
-    text, launches = compiled.as_text(), 'custom_call_target="mosaic_gpu'
+    text = compiled.as_text()
     assert "prefill" not in text and text.count(" while(") == rows.as_text().count(" while(")
-    assert text.count(launches) == rows.as_text().count(launches)
-    assert "q1_0" not in source or text.count(launches) == 4  # layers, the output matrix, a draw in two
+    return compiled, rows, state
+
+
+LAUNCH = 'custom_call_target="mosaic_gpu'
+
+
+@pytest.mark.parametrize("tokens", [4, 8])
+@pytest.mark.parametrize("source", ["bonsai-8b:q1_0", "tiny-qwen3:q4_k_m", "tiny-qwen3moe:q4_k_m"])
+def test_a_speculative_step_is_straight_code_of_kernels_for_one_token(source, tokens):
+    """As a plain step of as many rows is; layers of the 8B in Q1_0 are one launch. The cache stays in its
+    place."""
+    compiled, rows, state = speculative_step(source, tokens)
+    launches = compiled.as_text().count(LAUNCH)
+    assert launches == rows.as_text().count(LAUNCH)
+    assert "q1_0" not in source or launches == 4  # layers, the output matrix, a draw in two
     pages = state.cache.states["attention"][0].k
     assert compiled.memory_analysis().alias_size_in_bytes >= 2 * pages.size * 2
 
 
-@pytest.mark.parametrize("tokens", [2, 4])
+@pytest.mark.parametrize("tokens", [4, 8])
 def test_a_speculative_step_of_a_delta_net_stores_all_layers_by_one_launch(tokens):
     """States are read in place, token by token in one launch a layer, and what the accepted tokens make of
     them is stored by a launch for all layers."""
-    with as_on_a_gpu((9, 0)):
-        params, state, config = shapes("synth:tiny-qwen35:q1_0")
-        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))
-        proposals = jax.ShapeDtypeStruct((1, tokens - 1), jnp.int32)
-        compiled = compile_for_gpu(
-            lambda *arrays: speculation.step(*arrays, config=config),
-            params, state.replace(speculation=started), proposals, jax.ShapeDtypeStruct((1,), bool),
-            donate_argnums=1,
-        )  # fmt: skip
-        _, plain, _ = shapes("synth:tiny-qwen35:q1_0", rows=tokens)
-        rows = compile_for_gpu(lambda *arrays: core.step(*arrays, config), params, plain, donate_argnums=1)
-    text, launches = compiled.as_text(), 'custom_call_target="mosaic_gpu'
-    assert "prefill" not in text and text.count(" while(") == rows.as_text().count(" while(")
-    assert text.count(launches) == rows.as_text().count(launches) + 1
+    compiled, rows, state = speculative_step("tiny-qwen35:q1_0", tokens)
+    assert compiled.as_text().count(LAUNCH) == rows.as_text().count(LAUNCH) + 1
     (states,) = state.cache.states["delta_net"]
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 4 * states.s.size and memory.temp_size_in_bytes < 4 * states.s.size
