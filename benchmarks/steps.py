@@ -39,6 +39,7 @@ class Row(bench.Origin):
     layers: int
     rows: int
     depth: int
+    state_dtype: str
     us: float
     us_min: float
     us_max: float
@@ -80,13 +81,14 @@ def kernel_times(test: bench.Test) -> dict[str, tuple[float, float]]:
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     batch_sizes = [int(rows) for rows in arguments.batch_sizes.split(",")]
     source = with_layers(arguments.model, arguments.layers)
-    run = bj.RunConfig(batch_size=max(batch_sizes), context=arguments.depth + arguments.tokens)
+    context = arguments.depth + arguments.tokens
+    run = bj.RunConfig(batch_size=max(batch_sizes), context=context, state_dtype=arguments.state_dtype)
     model = bj.load(source, run)
     for rows in batch_sizes:
         test = bench.Test(model, "tg", arguments.tokens, arguments.depth, rows)
         times = [rows * 1e6 / test.run() for _ in range(arguments.repetitions)]
         yield Row(
-            **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth,
+            **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth, state_dtype=run.state_dtype,
             us=statistics.median(times), us_min=min(times), us_max=max(times),
             kernels=kernel_times(test) if arguments.kernels else None,
         )  # fmt: skip
@@ -102,6 +104,7 @@ def main() -> None:
     parser.add_argument("-n", "--tokens", type=int, default=bench.BATCH_TOKENS, help="steps of each")
     parser.add_argument("-r", "--repetitions", type=int, default=5)
     parser.add_argument("--layers", type=int, help="of a synth: model; without: all")
+    parser.add_argument("--state-dtype", default="float32", help="of delta nets' states")
     parser.add_argument("--kernels", action="store_true", help="add what each kernel takes")
     arguments = parser.parse_args()
     if arguments.kernels:

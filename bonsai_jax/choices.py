@@ -10,5 +10,6 @@ WeightStorage = Literal["auto", "packed", "decoded"]
 ActivationBits = Literal[8, 16]
 AllReduce = Literal["auto", "psum", "mailbox"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "int8"]  # files of pallas_kernels/cache_layouts
+StateDtype = Literal["float32", "float16"]
 Remat = bool | Literal["offload"]  # what is computed again for gradients: bj.forward
 Pooling = Literal["mean", "last"]  # how embed_texts makes one vector of a text

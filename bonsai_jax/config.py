@@ -277,6 +277,8 @@ class RunConfig:
                  "auto": by mailbox where all devices reach each other's memory
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
                  each token and head, half of float16's bytes, without derivatives
+    state_dtype  of the states of gated delta nets. "float16": half the bytes that a step reads and writes of
+                 each sequence, and half the memory; what is stored is rounded after every token (accuracy.md)
     page_size    tokens in a page of the cache
     context      most tokens of a sequence, prompt and answer together; 0: the model's own, at most 4096
     batch_size   most sequences generated at once, on each device that has rows of its own; further prompts
@@ -286,7 +288,7 @@ class RunConfig:
                  left aside
     draft_model  a smaller model with the same vocabulary, as `load` takes it, which proposes tokens that this
                  one checks (decoding/proposers/draft_model.py); None: there is none. It runs on one device,
-                 with this context, page_size and cache_dtype
+                 with this context, page_size, cache_dtype and state_dtype
     Raises ValueError for a value that a setting does not have; it lists those that it has.
     """
 
@@ -296,6 +298,7 @@ class RunConfig:
     activation_bits: choices.ActivationBits = 8
     all_reduce: choices.AllReduce = "auto"
     cache_dtype: choices.CacheDtype | None = None
+    state_dtype: choices.StateDtype = "float32"
     page_size: int = 64
     context: int = 0
     batch_size: int = 0
@@ -310,6 +313,7 @@ class RunConfig:
             "activation_bits": get_args(choices.ActivationBits),
             "all_reduce": get_args(choices.AllReduce),
             "cache_dtype": (*get_args(choices.CacheDtype), None),
+            "state_dtype": get_args(choices.StateDtype),
         }.items():
             arguments.set_field(self, name, arguments.one_of, values)
         arguments.set_field(self, "draft", arguments.flag)

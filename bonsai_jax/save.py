@@ -163,6 +163,12 @@ def _check_cache(path, cache: KVCache, model: Model) -> None:
             f"{path}: the cache is {dtype}, but this model runs with {run.cache_dtype}; load it with "
             f'RunConfig(cache_dtype="{dtype}")'
         )
+    for state in cache.states.get("delta_net", ()):
+        if (dtype := state.s.dtype.name) != run.state_dtype:
+            raise ValueError(
+                f"{path}: the states of its delta nets are {dtype}, but this model runs with "
+                f'{run.state_dtype}; load it with RunConfig(state_dtype="{dtype}")'
+            )
     # Devices that share fewer KV heads than they are have copies of them.
     whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
     _check_states(path, cache.states, whole, run, (len(cache.lengths), cache.capacity))

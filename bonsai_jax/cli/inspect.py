@@ -169,6 +169,7 @@ def _figures(description: "Description", run: "RunConfig") -> dict[str, Any]:
         "context": run.context,
         "model's own context": config.context_length,
         **({"state bytes per sequence": states} if states else {}),
+        **({"state dtype": run.state_dtype} if "delta_net" in config.kinds else {}),
         **({"ignored tensors": ", ".join(description.skipped)} if description.skipped else {}),
         **({"Hadamard-folded weights": len(fold.weights)} if fold else {}),
         "KV bytes at that context": memory.cache_bytes(config, run),

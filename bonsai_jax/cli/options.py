@@ -137,6 +137,13 @@ class RunOptions:
             "int8 takes half the memory of float16.",
         ),
     ] = None
+    state_dtype: Annotated[
+        choices.StateDtype,
+        typer.Option(
+            help="Type of the states of gated delta nets (Qwen3.5, Bonsai 27B); with float16, steps of several "
+            "sequences are faster.",
+        ),
+    ] = "float32"
     activation_bits: Annotated[
         choices.ActivationBits,
         typer.Option(help="Bits to which kernels may round activations; 16 is nearly exact."),

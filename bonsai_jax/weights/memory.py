@@ -198,6 +198,7 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     remedies = {
         "keep the weights packed (weights='packed')": ("weights", "packed"),
         "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
+        "keep the states of delta nets in 16 bits (state_dtype='float16')": ("state_dtype", "float16"),
         "lower batch_size": ("batch_size", 1),
         "lower context": ("context", 1),
         **({"leave the draft model out": ("with_draft_model", False)} if description.draft_model else {}),

@@ -81,7 +81,7 @@ def delta_chunks(
     qk      float32 [B, T, 2, Hk, K]: queries, normed and scaled, and keys, normed
     v       float32 [B, T, Hv, V]
     b, g    float32 [B, T, Hv]; 0 for padding, of which nothing is kept
-    states  float32 [L, B, Hv, K, V]
+    states  float32 or float16 [L, B, Hv, K, V]
     fresh   bool [B]: rows whose state counts as 0
     Returns o, float32 [B, T, Hv, V], and the states.
     """
@@ -392,11 +392,12 @@ class Lane:
         ]
 
     def load_state(self, states, layer, row, head, first) -> list:
-        return [memory.load(states, layer, row, head, k, first + v) for v, k in self._places()]
+        places = ([layer, row, head, k, first + v] for v, k in self._places())
+        return [lanes.reals(memory.load_stored(1, states, place))[0] for place in places]
 
     def store_state(self, S, states, layer, row, head, first):
         for s, (v, k) in zip(S, self._places(), strict=True):
-            memory.store(s, states, layer, row, head, k, first + v)
+            memory.store_rounded(s, states, [layer, row, head, k, first + v])
 
     def share_state(self, S):
         """As it is multiplied."""

@@ -63,8 +63,10 @@ def run(
         times = Hv // Hk  # v heads of a k head
         qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
         within = _one_token if T == 1 else _chunks
-        o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, states[layer], fresh[:, None, None, None])
-        after = states.at[layer].set(S)
+        before = states[layer].astype(jnp.float32)
+        o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, before, fresh[:, None, None, None])
+        most = jnp.finfo(states.dtype).max
+        after = states.at[layer].set(jnp.clip(S, -most, most).astype(states.dtype))
     else:
         o, after = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))

@@ -3,7 +3,7 @@ gates, state, gated norm.
 
 A block has a v head of a row. Its threads share out S: each has 4 neighbouring columns of K / groups rows.
 
-    S, tail, qkv, weights                        all asked for at once; S is most of it, 64 KB
+    S, tail, qkv, weights                        all asked for at once; S is most of it, 64 KB (float16: 32)
     threads as channels:     convolution, silu -> shared memory; sums of squares by warp
     for each token:
         threads as parts of S:   S^T k, S^T q of their rows -> shared memory
@@ -41,7 +41,10 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import silu
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
     exp,
+    f32,
     fma,
     index,
     integer,
@@ -107,6 +110,7 @@ def delta_step(
     states_ref = jax.new_ref(states) if stores else None
     tails_ref = jax.new_ref(tails) if stores and tokens == 1 else None
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
+    stored_words = K * V * states.dtype.itemsize // 4
     in_registers = tokens == 1 and layers * rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
     made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
     y = launch(
@@ -133,7 +137,7 @@ def delta_step(
             "d_smem": words(V),
             "o_smem": words(V // 32),
         }
-        | ({} if in_registers else {"state_smem": words(K * V)}),
+        | ({} if in_registers else {"state_smem": plgpu.SMEM((stored_words,), jnp.int32)}),
     )
     if states_ref is None:
         return y, states, tails
@@ -190,7 +194,9 @@ class _Head:
         self.c, self.group = self.thread % (self.V // 4), self.thread // (self.V // 4)
         self.count = self.K * self.V // (4 * THREADS)
         self.first = self.group * self.count
-        self.part = _InRegisters() if state_smem is None else _InSharedMemory(state_smem, self.thread)
+        self.part = _InRegisters()
+        if state_smem is not None:
+            self.part = _InSharedMemory(state_smem, self.thread, self.count)
         self.channels = _Channels(head, self.heads, self.K, self.V, tails.type.shape[3], grouped)
 
     def run(self, read):
@@ -212,7 +218,7 @@ class _Head:
                 self._z(token),
                 lambda: None,
                 lambda i: S[4 * i : 4 * i + 4],
-                lambda i, row: new.extend(row),
+                lambda i, row: new.extend(_numbers(_words(row, self.states))),  # as if it had been stored
             )
             return new
 
@@ -226,7 +232,9 @@ class _Head:
 
     def _store(self, i: int, row: list):
         if self.stores:
-            memory.store_reals(row, self.states, self._place(i))
+            words = _words(row, self.states)
+            stored = lanes.vector_of(words, self.states.type.element_type, len(row) // len(words))
+            memory.store_stored(stored, self.states, self._place(i))
 
     def _z(self, token):
         at = self.head * self.V + self.column + self.tails.type.shape[3]
@@ -322,50 +330,69 @@ class _Head:
             memory.store(out, self.y, self.own, self.row, token, self.head * V + self.column)
 
 
+def _words(row: list, states) -> list:
+    """4 neighbouring numbers of S as they are stored, to nearest; what is beyond the largest float16 as
+    that."""
+    if states.type.element_type == f32():
+        return [as_word(v) for v in row]
+    return [lanes.half_pair(*row[at : at + 2], saturated=True) for at in (0, 2)]
+
+
+def _numbers(words: list) -> list:
+    """4 numbers of S, of four words or of two."""
+    return list(map(as_real, words)) if len(words) == 4 else [v for word in words for v in lanes.halves(word)]
+
+
 class _InRegisters:
-    """A thread's part of S, rows of 4 neighbouring columns."""
+    """A thread's part of S, rows of 4 neighbouring columns, in the words that are stored: what is converted
+    is waited for."""
 
     def ask(self, states, places: list, condition):
         """Ask for the rows at these places, or have zeros where the condition does not hold."""
+        each = lanes.bits_of(states.type.element_type) // 8
         flat = lanes.choose(
             condition,
-            lambda: [v for place in places for v in memory.load_reals(4, states, place)],
-            [real(0)] * (4 * len(places)),
+            lambda: [w for place in places for w in lanes.words(memory.load_stored(4, states, place))],
+            [integer(0)] * (each * len(places)),
         )
-        self.rows = [flat[at : at + 4] for at in range(0, len(flat), 4)]
+        self.rows = [flat[at : at + each] for at in range(0, len(flat), each)]
 
     def wait(self):
         """Until they are there."""
 
     def load(self, i: int) -> list:
         """Row i."""
-        return self.rows[i]
+        return _numbers(self.rows[i])
 
 
 class _InSharedMemory:
     """The same; nobody else reads a thread's part, so no barrier is needed."""
 
-    def __init__(self, smem, thread):
+    def __init__(self, smem, thread, count: int):
+        """count: rows of a thread."""
         self.smem, self.thread = smem, thread
+        self.each = smem.type.shape[0] // (THREADS * count)  # words of a row
 
     def _place(self, i: int) -> list:
-        return [self.thread * 4 + i * (4 * THREADS)]
+        return [self.thread * self.each + i * (self.each * THREADS)]
 
     def ask(self, states, places: list, condition):
+        size = 4 * self.each
         with lanes.when(condition):
-            target = memory.shared_address(self.smem) + integer(self.thread) * 16
+            target = memory.shared_address(self.smem) + integer(self.thread) * size
             for i, place in enumerate(places):
-                memory.copy_async(target, memory.address_of(states, place), 16, i * 16 * THREADS, source_at=0)
+                source = memory.address_of(states, place)
+                memory.copy_async(target, source, size, i * size * THREADS, source_at=0)
         with lanes.when(~condition):
             for i in range(len(places)):
-                memory.store_reals([real(0)] * 4, self.smem, self._place(i))
+                memory.store_words([integer(0)] * self.each, self.smem, self._place(i))
         memory.commit_copies()
 
     def wait(self):
         memory.wait_copies(0)
 
     def load(self, i: int) -> list:
-        return memory.load_reals(4, self.smem, self._place(i))
+        return _numbers(memory.load_words(self.each, self.smem, self._place(i)))
 
 
 class _Channels:

@@ -105,6 +105,14 @@ def store_reals(values, ref, indices):
     store_stored(lanes.real_vector(values), ref, indices)
 
 
+def store_rounded(value, ref, indices):
+    """A float32 into an element of a ref of float32 or float16: to nearest, what is beyond the largest as
+    that."""
+    if ref.type.element_type != f32():
+        value = lanes.element(lanes.as_half_vector(lanes.half_pair(value, value, saturated=True)), 0)
+    store(value, ref, *indices)
+
+
 def store_halves(pairs, ref, indices):
     """Pairs of float16, each a word, into neighbouring elements of a ref of float16."""
     store_stored(lanes.half_vector(pairs), ref, indices)

@@ -81,7 +81,7 @@ def attention(
     )  # fmt: skip
 
 
-def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True):
+def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True, dtype=jnp.float32):
     """That of Bonsai 27B. With several layers it is the launch that stores accepted tokens in all of them."""
     heads, dim, channels, hidden = 48, 128, 10240, 5120
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
@@ -92,18 +92,18 @@ def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True):
     weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
     weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
     return functools.partial(step.delta_step, eps=1e-6, grouped=False, stores=stores), (
-        shape(layers, rows, tokens, channels + heads * dim), gates, shape(3, rows, heads, dim, dim),
+        shape(layers, rows, tokens, channels + heads * dim), gates, shape(3, rows, heads, dim, dim, dtype=dtype),
         shape(3, rows, 4, channels), shape(rows, tokens, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
     )  # fmt: skip
 
 
-def delta_chunks(tokens, rows=1):
+def delta_chunks(tokens, rows=1, dtype=jnp.float32):
     """As Bonsai 27B has it."""
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     gate = shape(rows, tokens, 48)
     return functools.partial(chunks.delta_chunks, grouped=False), (
         shape(rows, tokens, 2, 16, 128), shape(rows, tokens, 48, 128), gate, gate,
-        shape(3, rows, 48, 128, 128), shape(dtype=jnp.int32), shape(rows, dtype=bool),
+        shape(3, rows, 48, 128, 128, dtype=dtype), shape(dtype=jnp.int32), shape(rows, dtype=bool),
     )  # fmt: skip
 
 

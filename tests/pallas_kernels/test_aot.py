@@ -104,6 +104,9 @@ HOT = {
     "rotated, heads regrouped": lambda: rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: delta_step(1),
     "delta step, 32 rows": lambda: delta_step(32),  # S in shared memory
+    "delta step, float16": lambda: delta_step(8, dtype=jnp.float16),
+    "delta step, 32 rows, float16": lambda: delta_step(32, dtype=jnp.float16),
+    "delta step of 4 tokens, float16": lambda: delta_step(1, tokens=4, dtype=jnp.float16),
     "delta step, 16 rows, gates made": lambda: delta_step(16, gates_made=True),
     "delta step of 8 tokens, not stored": lambda: delta_step(1, tokens=8, stores=False),
     "delta step of 4 tokens of 2 rows": lambda: delta_step(2, tokens=4),
@@ -180,6 +183,7 @@ HOT_ON_HOPPER = {
     "many queries of 256, windows": lambda: many_queries(prefill_attention, 8, 4, 256, 2048, scores=GEMMA_3),
     "many queries": lambda: many_queries(prefill_attention, 32, 8, 128, 2048),
     "delta chunks": lambda: delta_chunks(2048),
+    "delta chunks, float16": lambda: delta_chunks(2048, dtype=jnp.float16),
     "experts of 512 tokens": lambda: experts_of_prefill("q4_k", 512),
     "experts of 2048 tokens, q6_k": lambda: experts_of_prefill("q6_k", 2048),
     "experts of 8192 tokens": lambda: experts_of_prefill("q4_k", 8192),

@@ -16,18 +16,19 @@ from tests.pallas_kernels.lockstep import lockstep
 
 EPS = 1e-6
 TF32 = 2.0**-11  # half a unit of its last place
+FLOAT16 = 2.0**-11  # the same
 
 
-def problem(k_heads, v_heads, K, V, lengths, tokens, hidden, seed=0):
+def problem(k_heads, v_heads, K, V, lengths, tokens, hidden, seed=0, dtype=np.float32):
     """Arguments of `delta_net` for rows behind so many tokens, and so many tokens of each; length -1: the row
-    has ended. Of what a row's state held before its first token nothing may be seen."""
+    has ended. Of what a row's state held before its first token nothing may be seen. dtype: of states."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape) -> Any:
         return rng.standard_normal(shape).astype(np.float32)
 
     L, B, C = 2, len(lengths), 2 * k_heads * K + v_heads * V
-    states, tails = draw(L, B, v_heads, K, V), draw(L, B, 4, C)
+    states, tails = draw(L, B, v_heads, K, V).astype(dtype), draw(L, B, 4, C)
     positions = np.zeros((B, tokens), np.int32) - 1
     for row, (length, count) in enumerate(zip(lengths, [tokens] * B, strict=True)):
         if length >= 0:
@@ -83,17 +84,22 @@ def of_float64(args, weights, grouped):
 
 
 def check(got, args, want, limit):
-    """Errors' norms, of outputs and of states, relative to theirs."""
+    """Errors' norms, of outputs and of states, relative to theirs. States of 16 bits may have their own error
+    beside the limit."""
     y, states, tails = (np.asarray(a) for a in got)
     states_before, _, positions, layer = args[2:]
     there = positions >= 0
     wanted_y, wanted_S, wanted_tails = want
     assert np.isfinite(y).all()
     rows = there.any(axis=1)
-    for result, expected in ((y[there], wanted_y[there]), (states[layer][rows], wanted_S[rows])):
-        error = np.linalg.norm(result - expected) / np.linalg.norm(expected)
+    assert states.dtype == states_before.dtype
+    of_states = limit + FLOAT16 * (states.dtype == np.float16)
+    for result, expected, most in (
+        (y[there], wanted_y[there], limit), (states[layer][rows], wanted_S[rows], of_states),
+    ):  # fmt: skip
+        error = np.linalg.norm(np.float64(result) - expected) / np.linalg.norm(expected)
         print(f"{error:.1e}")
-        assert error < limit
+        assert error < most
     # Of no token zeros may be kept.
     np.testing.assert_array_equal(np.nan_to_num(tails), np.nan_to_num(wanted_tails))
     np.testing.assert_array_equal(states[layer][~rows], states_before[layer][~rows])
@@ -107,13 +113,14 @@ def check(got, args, want, limit):
 @pytest.mark.parametrize(
     ("impl", "most_in_registers"), [("delta_step", 6), ("delta_step", 0), ("reference", 6)]
 )
+@pytest.mark.parametrize("state_dtype", [np.float32, np.float16])
 def test_a_step_is_float64_s(
-    k_heads, v_heads, K, V, grouped, dtype, impl, most_in_registers, monkeypatch
-):  # fmt: skip
+    k_heads, v_heads, K, V, grouped, dtype, impl, most_in_registers, state_dtype, monkeypatch
+):
     """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates
     made in the kernel, of weights of 16 and 32 bits, and before it; S in registers and in shared memory."""
     monkeypatch.setattr(step, "MOST_IN_REGISTERS", most_in_registers)
-    args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280)
+    args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280, dtype=state_dtype)
     qkv_z, gates, states, tails, positions, layer = args
     if dtype is not None:
         gates = gates._replace(weights=np.asarray(jnp.asarray(gates.weights, dtype)))
@@ -179,14 +186,41 @@ def test_a_step_of_several_tokens_is_float64_s(k_heads, v_heads, K, V, grouped, 
         np.testing.assert_array_equal(np.nan_to_num(after[1][layer]), np.nan_to_num(tail[layer]))
 
 
+@pytest.mark.parametrize("most_in_registers", [6, 0])
+def test_float16_states_are_stored_as_token_by_token(most_in_registers, monkeypatch):
+    """Several tokens of a step leave the bits that they leave in as many steps, and numbers beyond the
+    largest float16 are that."""
+    monkeypatch.setattr(step, "MOST_IN_REGISTERS", most_in_registers)
+    args, weights = problem(1, 2, 128, 128, [5, 0], 4, hidden=256, dtype=np.float16)
+    qkv_z, gates, states, tails, positions, layer = args
+    states[:, 0, 1] = np.clip(states[:, 0, 1] * np.float32(2**14), -65504, 65504)
+    f = functools.partial(delta_net, eps=EPS, grouped=False, impl="delta_step", **weights)
+
+    def step_of(one, states, tails):
+        own = qkv_z[:, one], gates._replace(x=gates.x[:, one])
+        return f(*jax.tree.map(jnp.asarray, (*own, states, tails, positions[:, one], layer)))
+
+    with lockstep():
+        y, *together = step_of(slice(0, 4), states, tails)
+        ys = []
+        for token in range(4):
+            one, *given = step_of(slice(token, token + 1), *([states, tails] if token == 0 else given))
+            ys.append(one)
+    np.testing.assert_array_equal(np.concatenate(ys, axis=1), y)
+    for a, b in zip(together, given, strict=True):
+        np.testing.assert_array_equal(np.nan_to_num(a), np.nan_to_num(b))
+    assert (np.abs(together[0][layer, 0, 1]) <= 65504).all()
+
+
 @pytest.mark.parametrize(
     ("k_heads", "v_heads", "K", "V", "grouped", "tokens"),
     [(1, 2, 128, 128, False, 70), (2, 4, 64, 64, True, 64), (2, 2, 128, 64, False, 9)],
 )
 @pytest.mark.parametrize("impl", ["delta_chunks", "reference"])
-def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl):
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl, dtype):
     """Rows at their first token and behind some, a row with fewer tokens, and one with none."""
-    args, weights = problem(k_heads, v_heads, K, V, [0, 77, 3, -1], tokens, hidden=64)
+    args, weights = problem(k_heads, v_heads, K, V, [0, 77, 3, -1], tokens, hidden=64, dtype=dtype)
     args[4][2, 3:] = -1
     want = of_float64(args, weights, grouped)
     arrays = jax.tree.map(jnp.asarray, args)

@@ -134,7 +134,8 @@ class DeltaNet:
 
     def bytes_per_row(self, run: RunConfig) -> int:
         """Bytes of one sequence's state, whatever it has read."""
-        return 4 * (self.v_heads * self.k_dim * self.v_dim + self.conv * self.qkv_width)
+        each = jnp.dtype(run.state_dtype).itemsize
+        return each * self.v_heads * self.k_dim * self.v_dim + 4 * self.conv * self.qkv_width
 
     def bytes_read(self, run: RunConfig, depth: int) -> int:
         """Bytes that a decode step reads and writes."""
@@ -220,7 +221,7 @@ class State(states.State, struct.PyTreeNode):
     """What the layers of a group remember of each sequence. A sequence that reads its token at position 0
     starts from nothing, whatever is stored.
 
-    s      float32 [layers, rows, v heads, k_dim, v_dim]
+    s      float32 or float16 [layers, rows, v heads, k_dim, v_dim] (RunConfig.state_dtype)
     tail   float32 [layers, rows, conv, channels]: what the convolution sees, that at position p in slot
            p % conv
     impl, prefill_impl  the kernels chosen for one token of each sequence and for more
@@ -237,8 +238,9 @@ AXES = {"s": ("layers", "rows", "v heads"), "tail": ("layers", "rows", None, "qk
 
 def empty(settings: DeltaNet, layers: int, run: RunConfig, room: Room) -> State:
     """The state of sequences that have read nothing."""
+    shape = layers, room.rows, settings.v_heads, settings.k_dim, settings.v_dim
     return State(
-        jnp.zeros((layers, room.rows, settings.v_heads, settings.k_dim, settings.v_dim)),
+        jnp.zeros(shape, run.state_dtype),
         jnp.zeros((layers, room.rows, settings.conv, settings.qkv_width)),
     )
 
