@@ -39,11 +39,11 @@ class Row(bench.Origin):
     layers: int
     rows: int
     depth: int
-    state_dtype: str
     us: float
     us_min: float
     us_max: float
     kernels: dict[str, tuple[float, float]] | None
+    state_dtype: str = "float32"
 
 
 def with_layers(source: str, layers: int | None) -> str:
@@ -88,9 +88,10 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         test = bench.Test(model, "tg", arguments.tokens, arguments.depth, rows)
         times = [rows * 1e6 / test.run() for _ in range(arguments.repetitions)]
         yield Row(
-            **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth, state_dtype=run.state_dtype,
+            **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth,
             us=statistics.median(times), us_min=min(times), us_max=max(times),
             kernels=kernel_times(test) if arguments.kernels else None,
+            state_dtype=run.state_dtype,
         )  # fmt: skip
         del test
         gc.collect()

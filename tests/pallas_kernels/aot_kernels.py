@@ -92,7 +92,8 @@ def delta_step(rows, gates_made=False, tokens=1, layers=1, stores=True, dtype=jn
     weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
     weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
     return functools.partial(step.delta_step, eps=1e-6, grouped=False, stores=stores), (
-        shape(layers, rows, tokens, channels + heads * dim), gates, shape(3, rows, heads, dim, dim, dtype=dtype),
+        shape(layers, rows, tokens, channels + heads * dim), gates,
+        shape(3, rows, heads, dim, dim, dtype=dtype),
         shape(3, rows, 4, channels), shape(rows, tokens, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
     )  # fmt: skip
 
