@@ -140,8 +140,8 @@ class RunOptions:
     state_dtype: Annotated[
         choices.StateDtype,
         typer.Option(
-            help="Type of the states of gated delta nets (Qwen3.5, Bonsai 27B); float16 takes half the memory "
-            "of float32, and steps of several sequences are faster.",
+            help="Type of the states of gated delta nets (Qwen3.5, Bonsai 27B); float16 takes half the "
+            "memory of float32, and steps of several sequences are faster.",
         ),
     ] = "float32"
     activation_bits: Annotated[
