@@ -283,6 +283,21 @@ def test_the_rounding_of_activations_is_measured_beside_llama_cpps(tmp_path):
         assert all(0 < float(kl) < 1 for kl in ours[::2])
 
 
+def test_a_state_in_float16_has_an_error_between_those_of_float32_and_bfloat16():
+    """By about as much as their numbers have more bits, 13 and 3; and heads that forget less keep more."""
+    lines = main("delta_state_rounding", "--tokens", 64, "--heads", 2).splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")][2:]
+    (exact, half, coarse), (slow_exact, slow_half, slow_coarse) = zip(
+        *((float(usual), float(slow)) for _, usual, slow in rows), strict=True
+    )
+    assert [name for name, *_ in rows] == ["float32", "float16", "bfloat16"]
+    for low, middle, high in ((exact, half, coarse), (slow_exact, slow_half, slow_coarse)):
+        assert 0 < 2**12 * low < middle < 2**14 * low and 4 * middle < high < 16 * middle
+    assert half < slow_half
+    assert 0.006 < float(lines[-1].removeprefix("8-bit activations: ")) < 0.007
+    assert not jax.config.jax_enable_x64
+
+
 def test_llama_cpp_reads_the_tokens_that_are_timed_here_and_both_have_rows(tmp_path, monkeypatch, capsys):
     from tests.bonsai_jax.test_oracle import as_file
 
