@@ -26,6 +26,7 @@ DECODED, PACKED, CACHE = 4 * 8.188548096, 1.152704128, 8 * 4096 * 36 * 2 * 8 * 1
 BIG = "synth:bonsai-8b:q1_0"
 BYTES = "keep keys and values in 8 bits (cache_dtype='int8')"
 KEEP = "keep the weights packed (weights='packed')"
+STATES = "keep the states of delta nets in 16 bits (state_dtype='float16')"
 EIGHT = {"batch_size": 8}
 SMALLER = "use a smaller quantization of this model, or a smaller model"
 
@@ -142,6 +143,27 @@ def test_what_does_not_fit_is_refused_with_what_helps(with_memory, total, run, r
         smaller |= {"context": 64} if "context" in helpful else {}
         changed = dataclasses.replace(bj.RunConfig(**run), **smaller)
         memory.check(description, load_plans.resolve(description, changed))
+
+
+def test_states_in_16_bits_are_named_where_they_help(with_memory):
+    """Eight sequences of the 27B: 159 MB of states each, and pages of 64 tokens. Models without delta nets:
+    above."""
+    description, how = describe("synth:bonsai-27b:q1_0"), {"weights": "packed", "context": 64, **EIGHT}
+    half = load_plans.resolve(description, bj.RunConfig(state_dtype="float16", **how))
+    needed = sum(
+        count(description.config, half) for count in (memory.cache_bytes, memory.scratch_bytes)
+    ) + memory.weight_bytes(description, half)
+    for total, run, remedy in (
+        (needed + 1e6, {}, f"{STATES} or lower batch_size"),
+        (needed - 1e6, {}, "lower batch_size"),
+        (needed - 1e6, {"state_dtype": "float16"}, f"{BYTES} or lower batch_size"),
+    ):
+        with_memory(total / 1e9)
+        with pytest.raises(MemoryError) as refusal:
+            memory.check(description, load_plans.resolve(description, bj.RunConfig(**how, **run)))
+        assert str(refusal.value).split("; ")[1] == remedy
+    with_memory((needed + 1e6) / 1e9)
+    memory.check(description, half)
 
 
 def test_a_cache_of_bytes_needs_a_layer_in_float16_beside_it_on_a_gpu(with_memory):

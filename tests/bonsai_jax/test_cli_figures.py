@@ -213,6 +213,19 @@ def test_inspect_says_what_is_folded_and_what_a_row_keeps():
     assert "ignored tensors" not in figures
 
 
+def test_inspect_says_the_type_of_the_states_of_delta_nets():
+    def figures(name, *arguments):
+        return json.loads(run("inspect", f"synth:{name}", "--json", *arguments).stdout)["figures"]
+
+    assert "state dtype" not in figures("tiny-llama:q8_0")
+    usual, half = figures("tiny-qwen35:f32"), figures("tiny-qwen35:f32", "--state-dtype", "float16")
+    assert usual["state dtype"] == "float32" and half["state dtype"] == "float16"
+    numbers = 3 * 4 * 64 * 64  # layers, heads, and S of each
+    assert usual["state bytes per sequence"] - half["state bytes per sequence"] == 2 * numbers
+    printed = run("inspect", "synth:tiny-qwen35:f32", "--state-dtype", "float16").stdout
+    assert ["state", "dtype", "float16"] in [line.split() for line in printed.splitlines()]
+
+
 def test_profile_of_a_long_prompt_is_of_one_chunk():
     model = bj.load(MIXED, bj.RunConfig(context=1024, impl="reference"))
     first = next(profile.measure(model, 0, 1, tokens=700))

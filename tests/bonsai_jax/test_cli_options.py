@@ -64,6 +64,7 @@ NAMED = {
     "activation_bits": choices.ActivationBits,
     "all_reduce": choices.AllReduce,
     "cache_dtype": choices.CacheDtype,
+    "state_dtype": choices.StateDtype,
 }
 
 

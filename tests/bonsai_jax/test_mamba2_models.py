@@ -2,11 +2,14 @@
 
 import functools
 
+import jax
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network.kinds.state import Room
 from checkpoints import CheckpointError
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
@@ -101,6 +104,19 @@ def test_kernels_of_cpus_are_the_reference(name):
         for how in ({"impl": "reference"}, {"activation_bits": 16})
     )
     np.testing.assert_allclose(bj.logits(kernels, prompt(70)), bj.logits(exact, prompt(70)), atol=5e-3)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_states_stay_float32(name):
+    """RunConfig.state_dtype is for delta nets."""
+    config, half = (
+        architectures.config_of(file(name)),
+        bj.RunConfig(cache_dtype="float32", state_dtype="float16"),
+    )
+    (state,) = jax.eval_shape(lambda: kv.empty_states(config, half, Room(1, 64)))["mamba2"]
+    assert state.s.dtype == state.tail.dtype == np.float32
+    mixer = next(mixer for layer in config.layers for mixer in layer.mixers if mixer.kind == "mamba2")
+    assert mixer.bytes_per_row(half) == mixer.bytes_per_row(bj.RunConfig())
 
 
 @both_mixers_every_day

@@ -11,14 +11,16 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.engine.prefix_folder import PrefixFolder
+from bonsai_jax.engine.prefix_store import identity
 from tests.bonsai_jax.test_engine import GREEDY, prompt
 
 PAGE, NEW = 16, 4
 
 
-def load(name: str) -> bj.Model:
+def load(name: str, state_dtype: str = "float32") -> bj.Model:
     context = 1024 if name == "tiny-gemma3" else 256  # longer than its rings
-    return bj.load(f"synth:{name}:q8_0", bj.RunConfig(context=context, batch_size=1, page_size=PAGE))
+    run = bj.RunConfig(context=context, batch_size=1, page_size=PAGE, state_dtype=state_dtype)
+    return bj.load(f"synth:{name}:q8_0", run)
 
 
 def ask(model: bj.Model, folder, *prompts: list[int], owner: str = "", **more):
@@ -42,9 +44,13 @@ def files(folder) -> list:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-qwen35", "tiny-gemma3"])
+@pytest.fixture(
+    scope="module",
+    params=[("tiny-llama",), ("tiny-qwen35",), ("tiny-qwen35", "float16"), ("tiny-gemma3",)],
+    ids=" ".join,
+)
 def model(request):
-    return load(request.param)
+    return load(*request.param)
 
 
 def test_the_next_process_continues_where_the_last_one_ended(model, tmp_path, caplog):
@@ -69,6 +75,18 @@ def test_the_next_process_continues_where_the_last_one_ended(model, tmp_path, ca
         (again,) = ask(model, tmp_path, longer)
     assert again.tokens == expected[0] and again.cached_tokens == 0
     assert "damaged" in caplog.text
+
+
+def test_files_of_states_in_16_bits_are_not_those_of_others():
+    names, words = [], []
+    for dtype in ("float32", "float16"):
+        own = load("tiny-qwen35", dtype)
+        with bj.Engine(own, max_batch_size=1) as engine:
+            runner = engine._loop.runner
+            names.append(identity(own, runner))
+            words.append(runner.calls.stored_layout[2])
+    assert names[0] != names[1]
+    assert words[0] - words[1] == 3 * 4 * 64 * 64 // 2  # layers, heads, and S of each
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen35", "tiny-gemma3"])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import struct as binary
 import subprocess
 import sys
@@ -87,6 +88,26 @@ def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
     assert [str(a.dtype) for a in keys] == [cache_dtype] and keys[0].any()
     assert [5, 7] in [a.tolist() for name, a in arrays.items() if name.endswith("lengths")]
     same(bj.load_state(tmp_path / "cache", model), cache)
+
+
+@pytest.mark.parametrize(("dtype", "other"), [("float16", "float32"), ("float32", "float16")])
+def test_states_of_delta_nets_come_back_into_a_model_that_has_their_type(dtype, other, tmp_path):
+    model, rng = tiny(source="tiny-qwen35:f32"), np.random.default_rng(0)
+    own, another = (
+        dataclasses.replace(model, run=dataclasses.replace(model.run, state_dtype=name))
+        for name in (dtype, other)
+    )
+    cache = bj.new_cache(own, 2, 64)
+    filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), cache.states)
+    cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), states=filled)
+    bj.save_state(tmp_path / "cache", cache)
+    arrays = safetensors.numpy.load_file(tmp_path / "cache")  # what another reader sees
+    stored = {name.split(".")[-1]: str(a.dtype) for name, a in arrays.items() if "delta_net" in name}
+    assert stored == {"s": dtype, "tail": "float32"}
+    same(bj.load_state(tmp_path / "cache", own), cache)
+    message = f"cache: the states of its delta nets are {dtype}, but this model runs with {other}; load it "
+    with pytest.raises(ValueError, match=re.escape(f'{message}with RunConfig(state_dtype="{dtype}")')):
+        bj.load_state(tmp_path / "cache", another)
 
 
 def test_a_cache_alone_and_the_kernels_of_this_process(tmp_path):

@@ -202,6 +202,7 @@ WRONG = {
         "activation_bits": [*WRONG_COUNTS, 7, 0],
         "draft": WRONG_FLAGS,
         **dict.fromkeys(("impl", "schedule", "weights", "all_reduce", "cache_dtype"), NOT_OURS),
+        "state_dtype": [*NOT_OURS, None],
     },
     "Taps": {"read": [3, NAN, None, True, [3], object(), len, b"x", ["x"], "x"], "edit": NO_FUNCTIONS},
     "make_mesh": {"data": FROM_1, "model": FROM_1, "devices": [3, NAN, True, ["3"]]},
