@@ -24,6 +24,7 @@ from pallas_kernels.tiles import TILE_COLUMNS
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_TRITON = "needs the package jax-triton: install the extra `triton`"
 NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
+NORMED_FIRST = "what attention or the feed-forward adds is normed first, which the kernel does not do"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
@@ -346,8 +347,12 @@ def int_launches(problem: Step) -> str | None:
 def layer_gemms(problem: Step) -> str | None:
     if reason := _on_hopper(problem) or _without_experts(problem):
         return reason
-    if reason := _several_phases(problem) or _plain(problem):
+    if reason := _several_phases(problem):
         return reason
+    if problem.post_norms:
+        return NORMED_FIRST
+    if problem.folded:
+        return "weights are folded, and only the kernels of 2 to 8 bits rotate inputs"
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if problem.bits != 8:
@@ -360,6 +365,8 @@ def layer_gemms(problem: Step) -> str | None:
     pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
     if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
+    if not problem.plain:  # what mixes tokens has a launch of its own
+        return _whole_steps(problem) if problem.rows < 9 else None
     return _plain_scores(problem.attention) or _turned(problem.attention)
 
 
@@ -386,7 +393,7 @@ def _several_phases(problem: Step) -> str | None:
 def _plain(problem: Step) -> str | None:
     """Why a kernel with attention of its own does not have this kind of layers, or None."""
     if problem.post_norms:
-        return "what attention or the feed-forward adds is normed first, which the kernel does not do"
+        return NORMED_FIRST
     if not problem.plain or problem.folded:
         return "the kernel has plain attention, without gates, and weights that are not folded"
     return None

@@ -97,8 +97,20 @@ def _int_prefill_rows(problem: Matmul) -> Range:
 def _layer_products_rows(problem: Step) -> Range:
     """One row of 1-bit weights is no faster so: a layer of the 27B takes 30.8 us in one launch and 29.4 in
     four, two rows 41 and 59 (H200; LOG.md)."""
-    stored = {format for layer in problem.layers or () for parts in layer for format, _ in parts}
-    return (2 if any(formats.family(format) == "bit" for format in stored) else 1), 2
+    return (2 if "bit" in _formats(problem) else 1), 2
+
+
+def _layer_gemms_rows(problem: Step) -> Range:
+    """From 3 rows on for 1-bit weights where not all layers have plain attention: their delta nets round what
+    the next product reads."""
+    return (9 if problem.plain or _formats(problem) != {"bit"} else 3), STEP_ROWS
+
+
+def _formats(problem: Step) -> set[str | None]:
+    """Families of the weights' formats."""
+    return {
+        formats.family(format) for layer in problem.layers or () for parts in layer for format, _ in parts
+    }
 
 
 def _dequantized_by(problem: Matmul) -> str:
@@ -165,7 +177,7 @@ def _our_own() -> Iterator[Candidate]:
     yield Candidate("one_launch", Step, rules.one_launch, None, rows=(1, 24))
     yield Candidate("layer_products", Step, rules.layer_products, None, rows=_layer_products_rows)
     yield Candidate("int_launches", Step, rules.int_launches, None, rows=(5, 8))
-    yield Candidate("layer_gemms", Step, rules.layer_gemms, None, rows=(9, STEP_ROWS))
+    yield Candidate("layer_gemms", Step, rules.layer_gemms, None, rows=_layer_gemms_rows)
     yield Candidate("launches", Step, rules.no_reason, None)
 
     delta = "pallas_kernels.delta"

@@ -200,7 +200,37 @@ def layer_gemms(
     cache."""
     from pallas_kernels.step import layer_gemms as kernels  # only GPUs need it
 
-    return _layer_by_layer(kernels, kernels.Parts(x[None, :, 0]), params, cache, place_of, config)
+    parts, rows, eps = kernels.Parts(x[None, :, 0]), x.shape[0], config.rms_norm_eps
+    if params.step.plain:
+        return _layer_by_layer(kernels, parts, params, cache, place_of, config)
+    spaces, (channels,) = workspaces.empty(config, cache, rows), params.layers["mlp"]
+    ffn = channels.gate, channels.up, channels.down
+
+    def behind(output, norm, ffn, y, x, at, index):
+        """What comes after a mixer; indices of the layer in the groups of both halves."""
+        o, activation = (output, at), config.mlp.activation
+        return kernels.behind_mixer(y, x, o, norm, ffn, index, eps=eps, activation=activation)
+
+    for number, layer in enumerate(config.layers):
+        place, channels_place = place_of(number, layer.mixer), place_of(number, config.mlp)
+        kind, w, index = kinds.get(layer.mixer.kind), place.weights, place_index(place)
+        (stack,), output = (getattr(w, name) for name in kind.PRODUCTS)  # joined: problems.Step
+        at = layer.mixer.kind, place.group
+        state, gates, passed = cache.states[at[0]][at[1]], None, {}
+        if passes := layer.mixer.kind == "delta_net" and kind.rounds(place, state):
+            gates = kind.dense_gates(w.gates)
+        before = functools.partial(kernels.mixer_inputs, layer=index, eps=eps, rows=rows)
+        made, x, sums = jax.custom_batching.sequential_vmap(before)(parts, stack, w.norm, gates)
+        if passes:
+            passed = {"gates": sums, "integers": kernels.rounds_for(output, index, rows)}
+        made = kernels.joined(made, rows)[:, None]
+        y, state, workspace = kind.mix(made, x[:, None], place, state, spaces.get(at), **passed)
+        cache = cache.with_state(*at, state)
+        spaces = spaces if workspace is None else {**spaces, at: workspace}
+        after = functools.partial(behind, at=index, index=place_index(channels_place))
+        y = y[:, 0] if isinstance(y, jax.Array) else y
+        parts = jax.custom_batching.sequential_vmap(after)(output, channels.norm, ffn, y, x)
+    return kernels.summed(parts)[:rows, None], cache
 
 
 def _layer_by_layer(

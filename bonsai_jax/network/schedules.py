@@ -24,12 +24,14 @@ class StepPlan:
     """How a decode step is launched.
 
     schedules  (most rows, schedule) in order, each a candidate of problems.Step; more rows have "launches"
+    plain      problems.Step.plain
     unrolled   whether layers are straight code, which a GPU captures as one graph, but a loop not; else
                they are scanned
     """
 
     schedules: tuple[tuple[int, str], ...] = ()
     unrolled: bool = False
+    plain: bool = True
 
     def schedule(self, rows: int) -> str:
         return next((schedule for most, schedule in self.schedules if rows <= most), "launches")
@@ -40,7 +42,7 @@ def step_plan(plan: LoadPlan) -> StepPlan:
     cannot run."""
     problem, run = step_problem(plan), plan.run
     tiled = any(p.matrix.products.tiled for stack in plan.stacks if stack.kind for p in stack.pieces)
-    return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled)
+    return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled, plain=problem.plain)
 
 
 def step_problem(plan: LoadPlan) -> problems.Step:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import selection
-from pallas_kernels.delta.reference import Gates
+from pallas_kernels.delta.reference import Gates, GateSums
 from pallas_kernels.problems import DeltaNet
 
 STEP_TOKENS = 8  # most tokens of a row in a decode step: more are prefill
@@ -15,7 +15,7 @@ STEP_TOKENS = 8  # most tokens of a row in a decode step: more are prefill
 
 def delta_net(
     qkv_z: Float[Array, "B T C+Hv*V"],
-    gates: Float[Array, "B T 2*Hv"] | Gates,
+    gates: Float[Array, "B T 2*Hv"] | Gates | GateSums,
     states: Float[Array, "L B Hv K V"],
     tails: Float[Array, "L B W C"],
     positions: Int[Array, "B T"],
@@ -30,7 +30,8 @@ def delta_net(
     stores: bool = True,
     impl: str = "reference",
     prefill_impl: str = "reference",
-) -> tuple[Float[Array, "B T Hv*V"], Float[Array, "L B Hv K V"], Float[Array, "L B W C"]]:
+    integers: str | None = None,
+) -> tuple[Any, Float[Array, "L B Hv K V"], Float[Array, "L B W C"]]:
     """What a layer does between its projections: convolution, norms, the recurrence, the gated norm.
 
     q, k, v = silu(causal depthwise convolution over W tokens of qkv);   q, k <- x / max(|x|, eps) per head
@@ -40,7 +41,7 @@ def delta_net(
 
     qkv_z      as projected: Hk heads of K queries, as many of keys, Hv heads of V values (C = 2 Hk K + Hv V),
                then z
-    gates      as projected, alpha and then beta; or what makes them
+    gates      as projected, alpha and then beta; or what makes them, or finishes them
     states     S of every layer and row, float32; or float16, to which each new S is rounded: |error| of y
                0.1 to 0.3 % of |y|, even behind 32,768 tokens (docs/accuracy.md)
     tails      the last tokens of qkv of every layer and row, float32: that at position p in slot p % W
@@ -52,6 +53,7 @@ def delta_net(
     stores     else states and tails are returned as they came; `replay` makes up for it
     impl       the candidate for up to 8 tokens a row (selection.py): "delta_step", "reference"
     prefill_impl  the candidate for more: "delta_chunks", "reference"
+    integers   y is returned as "delta_step" rounds it for a product of 1-bit weights (step.py); None: float32
     Returns y, and states and tails with the layer's own replaced (in place, where they are donated).
 
     One token a row is the recurrence as it is written, and so are a few by "delta_step"; more go in chunks of
@@ -60,7 +62,8 @@ def delta_net(
     """
     weights = {"conv": conv, "decay": decay, "dt": dt, "norm": norm}
     run = selection.get(DeltaNet, impl if qkv_z.shape[1] <= STEP_TOKENS else prefill_impl)
-    return run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores)
+    rest = {} if integers is None else {"integers": integers}
+    return run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores, **rest)
 
 
 def replay(

@@ -27,6 +27,23 @@ class Gates(NamedTuple):
     weights: Float[Array, "L 2*Hv H"]
 
 
+class GateSums(NamedTuple):
+    """Gates that are half made: alpha, beta = sum_g products[g] / sqrt(sum_g squares[g] / (128 G) + eps),
+    over G groups of 128 columns (matmul/bit_mma/quantize_rows.py). For one token a row.
+
+    products  of gamma x with the rows of alpha, then of beta
+    squares   of x; rows behind B mean nothing
+    """
+
+    products: Float[Array, "G B 2*Hv"]
+    squares: Float[Array, "G rows"]
+
+    def made(self, eps: float) -> Float[Array, "B 1 2*Hv"]:
+        groups, rows, _ = self.products.shape
+        mean = self.squares.sum(0)[:rows, None] / (128 * groups)
+        return (self.products.sum(0) * jax.lax.rsqrt(mean + eps))[:, None]
+
+
 def run(
     qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores=True, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -35,6 +52,8 @@ def run(
     weights  conv, decay, dt and norm by name
     recur    in place of the recurrence of many tokens (chunks.delta_chunks)
     """
+    if isinstance(gates, GateSums):
+        gates = gates.made(eps)
     if isinstance(gates, Gates):
         x = rms_norm(gates.x, gates.gamma[layer], eps)
         dense = gates.weights[layer].astype(jnp.float32)

@@ -28,7 +28,7 @@ all layers by one launch (`replay`).
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.causal_conv import inputs as convolved
-from pallas_kernels.delta.reference import Gates
+from pallas_kernels.delta.reference import Gates, GateSums
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import silu
 from pallas_kernels.gpu.launch import launch
@@ -57,7 +57,10 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
+from pallas_kernels.matmul.bit_mma import activations, quantize_rows
+from pallas_kernels.matmul.bit_mma.product import GROUP
 
+Integers = Literal["few", "many"]
 THREADS = 256
 WARPS = THREADS // 32
 MOST_IN_REGISTERS = 6  # blocks for each multiprocessor; with more, S is in shared memory
@@ -65,16 +68,21 @@ GATES_TOGETHER = 4  # tokens whose parts of gates there are registers for
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
-def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool, stores: bool):
+def run(
+    qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool, stores: bool,
+    integers: Integers | None = None,
+):  # fmt: skip
     """delta.delta_net of one token a row, or of up to 8."""
-    kernel = functools.partial(delta_step, eps=eps, grouped=grouped, stores=stores)
+    kernel = functools.partial(delta_step, eps=eps, grouped=grouped, stores=stores, integers=integers)
     y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
         qkv_z[None], _with_layer_axis(gates), states, tails, positions, layer, weights
     )
-    return y[0], states, tails
+    return y[0] if integers is None else y, states, tails
 
 
-def _with_layer_axis(gates: jax.Array | Gates) -> jax.Array | Gates:
+def _with_layer_axis(gates: jax.Array | Gates | GateSums) -> jax.Array | Gates | GateSums:
+    if isinstance(gates, GateSums):
+        return gates
     return gates._replace(x=gates.x[None]) if isinstance(gates, Gates) else gates[None]
 
 
@@ -87,10 +95,10 @@ def replay(qkv_z, gates, states, tails, positions, weights, eps: float, grouped:
     return states, tails
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "grouped", "stores"))
+@functools.partial(jax.jit, static_argnames=("eps", "grouped", "stores", "integers"))
 def delta_step(
     qkv_z: jax.Array,
-    gates: jax.Array | Gates,
+    gates: jax.Array | Gates | GateSums,
     states: jax.Array,
     tails: jax.Array,
     positions: jax.Array,
@@ -99,10 +107,15 @@ def delta_step(
     eps: float,
     grouped: bool,
     stores: bool = True,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    integers: Integers | None = None,
+) -> tuple[Any, jax.Array, jax.Array]:
     """delta.delta_net's kernel, for one layer or several, from `layer` on: qkv_z, gates (or their x) and y
     have an axis of layers before those of delta_net. Without `stores`, states and tails stay as they are.
-    weights: conv, decay, dt and norm by name."""
+    weights: conv, decay, dt and norm by name.
+
+    integers  y is rounded for the product that reads it, of one token a row and heads of 128: "few" as
+              quantize_rows makes Quantized of it, "many" as activations_int8 does
+    """
     layers, rows, tokens, _ = qkv_z.shape
     heads, K, V = states.shape[2:]
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn
@@ -112,20 +125,29 @@ def delta_step(
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
     stored_words = K * V * states.dtype.itemsize // 4
     in_registers = tokens == 1 and layers * rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
-    made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
+    by_kind = {kind: gates if isinstance(gates, kind) else None for kind in (Gates, GateSums)}
+    results: dict[str, Any] = {"y": jax.ShapeDtypeStruct((layers, rows, tokens, heads * V), jnp.float32)}
+    if integers is not None:
+        if V != GROUP or heads % 4 or tokens * layers > 1:
+            raise NotImplementedError(
+                f"delta_step rounds fours of heads of {GROUP}, of one token in one layer"
+            )
+        few = quantize_rows.results_of(heads * V)
+        results = few if integers == "few" else activations.results_of(rows, heads * V)
     y = launch(
-        functools.partial(_body, eps=eps, grouped=grouped, stores=stores),
+        functools.partial(_body, eps=eps, grouped=grouped, stores=stores, integers=integers),
         {
             "qkv_z": qkv_z,
-            "made": made,
-            "to_make": to_make,
+            "made": gates if not any(by_kind.values()) else None,
+            "to_make": by_kind[Gates],
+            "sums": by_kind[GateSums],
             "states": states if states_ref is None else states_ref,
             "tails": tails if tails_ref is None else tails_ref,
             "positions": positions,
             "first_layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "weights": weights,
         },
-        {"y": jax.ShapeDtypeStruct((layers, rows, tokens, heads * V), jnp.float32)},
+        results,
         name="delta_step",
         blocks=layers * rows * heads,
         threads=THREADS,
@@ -136,9 +158,11 @@ def delta_step(
             "products_smem": words(2 * groups * V),
             "d_smem": words(V),
             "o_smem": words(V // 32),
+            **({} if integers is None else {"y_smem": words(V)}),
         }
         | ({} if in_registers else {"state_smem": plgpu.SMEM((stored_words,), jnp.int32)}),
     )
+    y = quantize_rows.Quantized(*y) if integers == "few" else y
     if states_ref is None:
         return y, states, tails
     if tails_ref is not None:
@@ -151,7 +175,7 @@ def delta_step(
     return y, jax.freeze(states_ref), tails
 
 
-def _body(*, qkv_z, states, positions, first_layer, y, **rest):
+def _body(*, qkv_z, states, positions, first_layer, integers, y=None, y_smem=None, **rest):
     layers, rows, tokens, _ = qkv_z.type.shape
     heads, _, V = states.type.shape[2:]
     row, head, own = lanes.block() // heads, lanes.block() % heads, index(0)
@@ -159,16 +183,37 @@ def _body(*, qkv_z, states, positions, first_layer, y, **rest):
     if layers > 1:
         row, own = row % rows, row // rows
         layer = layer + own
+    rounded = {name: rest.pop(name) for name in [name for name in rest if name.endswith("_gmem")]}
+
+    def store(value, token):
+        """The output of each of the first V threads."""
+        with lanes.when(lanes.thread(reuse=True) < V):
+            column = lanes.thread(reuse=True)
+            if y_smem is None:
+                memory.store(value, y, own, row, token, head * V + column)
+            else:
+                memory.store(value, y_smem, column)
+        if y_smem is None:
+            return
+        lanes.block_barrier()
+        with lanes.when(lanes.thread(reuse=True) < 32):
+            x = [memory.load(y_smem, first + more) for first, more in activations.columns_of_lane(index(0))]
+            if integers == "few":
+                quantize_rows.store_group(x, row, head, rows, **rounded)
+            else:
+                activations.store_group(x, row, head, **rounded)
+
     at = [memory.load(positions, row, token) for token in range(tokens)]
     ended = [integer(position) >= 2**31 for position in at]  # -1: nothing of the token is read, or kept
     for token, is_ended in enumerate(ended):
-        with lanes.when(is_ended & (lanes.thread(reuse=True) < V)):
-            memory.store(real(0), y, own, row, token, head * V + lanes.thread(reuse=True))
+        with lanes.when(is_ended):
+            store(real(0), token)
     with lanes.when(~ended[0]):
         read = total([select(is_ended, index(0), index(1)) for is_ended in ended])
         _Head(
-            qkv_z=qkv_z, states=states, y=y, own=own, row=row, head=head, layer=layer, position=at[0], **rest
-        ).run(read)
+            qkv_z=qkv_z, states=states, store=store, own=own, row=row, head=head, layer=layer, position=at[0],
+            **rest,
+        ).run(read)  # fmt: skip
 
 
 class _Head:
@@ -176,13 +221,14 @@ class _Head:
 
     def __init__(
         self, *, own, row, head, layer, position, eps: float, grouped: bool, stores: bool,
-        qkv_z, made, to_make, states, tails, weights, y,
+        qkv_z, made, to_make, sums, states, tails, weights, store: Callable,
         u_smem, squares_smem, gates_smem, products_smem, d_smem, o_smem, state_smem=None,
     ):  # fmt: skip
-        """own: number of the layer in qkv_z, gates and y; position: of the first token."""
+        """own: number of the layer in qkv_z and gates; position: of the first token; store(value, token):
+        stores the outputs."""
         self.own, self.row, self.head, self.layer, self.position = own, row, head, layer, position
         self.eps, self.stores = eps, stores
-        self.qkv_z, self.made, self.to_make, self.y = qkv_z, made, to_make, y
+        self.qkv_z, self.made, self.to_make, self.sums, self.store = qkv_z, made, to_make, sums, store
         self.states, self.tails, self.weights = states, tails, weights
         self.u_smem, self.squares_smem, self.gates_smem = u_smem, squares_smem, gates_smem
         self.products_smem, self.d_smem, self.o_smem = products_smem, d_smem, o_smem
@@ -254,6 +300,8 @@ class _Head:
         )
         for some in seen:
             some.convolve(self)
+        if self.sums is not None:
+            _add_sums(self)
         for i, some in enumerate(rounds):
             _sum_gates(_parts_of_gates(self, some) if i else parts, some, self.gates_smem)
 
@@ -281,12 +329,17 @@ class _Head:
             memory.store_reals(sums, self.products_smem, [self.group * (2 * V) + self.c * 4 + which * V])
         lanes.block_barrier()
 
-        if self.to_make is None:
+        if self.made is not None:
             alpha, beta = (
                 memory.load(self.made, self.own, self.row, token, self.head + i * self.heads) for i in (0, 1)
             )
         else:
-            alpha, beta = _gates(self.gates_smem, token, self.to_make.x.type.shape[-1], self.eps)
+            columns = (
+                GROUP * self.sums.products.type.shape[0]
+                if self.to_make is None
+                else self.to_make.x.type.shape[-1]
+            )
+            alpha, beta = _gates(self.gates_smem, token, columns, self.eps)
         retained = exp(self.decay * _softplus(alpha + self.dt))
         b = lanes.reciprocal(exp(-beta) + 1)
         per_q, per_k = (
@@ -324,10 +377,8 @@ class _Head:
         d = memory.load_reals(4, self.d_smem, [self.c * 4])
         for i in range(count):
             use(i, [fma(k[i], e, retained * s) for e, s in zip(d, load(i), strict=True)])
-        with lanes.when(self.thread < V):
-            mean = total([memory.load(self.o_smem, w) for w in range(V // 32)]) * (1 / V)
-            out = o * rsqrt(mean + self.eps) * self.gamma * silu(z)
-            memory.store(out, self.y, self.own, self.row, token, self.head * V + self.column)
+        mean = total([memory.load(self.o_smem, w) for w in range(V // 32)]) * (1 / V)
+        self.store(o * rsqrt(mean + self.eps) * self.gamma * silu(z), token)
 
 
 def _words(row: list, states) -> list:
@@ -489,9 +540,26 @@ def _sum_gates(parts: list, tokens: range, gates_smem):
             for which, w in enumerate(rows):
                 for a, e in zip(normed, w, strict=True):
                     sums[1 + which] = fma(a, e, sums[1 + which])
-        for which, s in enumerate(map(lanes.warp_sum_real, sums)):
-            with lanes.when(lanes.thread() % 32 == 0):
-                memory.store(s, gates_smem, lanes.thread() // 32 + (3 * token + which) * WARPS)
+        _store_sums(sums, token, gates_smem)
+
+
+def _add_sums(head: _Head):
+    """Of each warp the sum over its groups: of squares, and of both gates' products."""
+    products, squares = head.sums
+    groups, thread = products.type.shape[0], lanes.thread()
+    sums = [real(0)] * 3
+    for first in range(0, groups, THREADS):
+        group = minimum(thread + first, groups - 1)
+        own = [memory.load(squares, group, head.row)]
+        own += [memory.load(products, group, head.row, head.head + i * head.heads) for i in (0, 1)]
+        sums = [so_far + select(thread + first < groups, v, 0.0) for so_far, v in zip(sums, own, strict=True)]
+    _store_sums(sums, 0, head.gates_smem)
+
+
+def _store_sums(sums: list, token: int, gates_smem):
+    for which, s in enumerate(map(lanes.warp_sum_real, sums)):
+        with lanes.when(lanes.thread() % 32 == 0):
+            memory.store(s, gates_smem, lanes.thread() // 32 + (3 * token + which) * WARPS)
 
 
 def _gates(gates_smem, token, hidden: int, eps: float):

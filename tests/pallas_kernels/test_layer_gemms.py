@@ -1,6 +1,7 @@
 """What layer_gemms puts between its GEMMs, in numpy (lockstep), with products by numpy: each GEMM gets what
 it wants, of formats with groups of 32 and of 16 columns, and attention q, k and v, whatever their formats."""
 
+import dataclasses
 from typing import Any
 from unittest import mock
 
@@ -9,15 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import GELU_TANH, QTensor
+import bonsai_jax as bj
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network import decoder
+from checkpoints import synth
+from pallas_kernels import GELU_TANH, SILU, QTensor
+from pallas_kernels.delta import Gates, delta_net
+from pallas_kernels.matmul import execute
 from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, Rows
 from pallas_kernels.step import layer_gemms
 from pallas_kernels.step.inputs import StepInputs
+from tests.pallas_kernels.aot import as_on_a_gpu
 from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_activations import DEFINITIONS
 from tests.pallas_kernels.test_gemm import in_group_order
+from tests.pallas_kernels.test_lockstep_delta import of_float64, problem
 
 ROWS, HIDDEN, WIDTH, FFN, EPS = 9, 512, 256, 768, 1e-6
 
@@ -104,3 +114,87 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
     gate, up = (norm(x, gammas[1]) @ dense(w).T for w in weights[2:4])
     hidden = DEFINITIONS[GELU_TANH](gate, up)
     np.testing.assert_allclose(after[:ROWS, :], x + hidden @ dense(weights[4]).T, atol=5e-3)
+
+
+@pytest.mark.parametrize("state_dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("rows", [3, 8])
+def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dtype):
+    """Of 1-bit weights: what begins the net's gates, the net itself, which rounds its outputs, and the
+    feed-forward behind it, against kernels that do so for themselves and against float64."""
+    layers, heads, ffn, layer = 2, 4, 768, 1
+    lengths = [0, 77, -1, *[5] * 5][:rows]
+    (_, _, states, tails, positions, _), own = problem(1, heads, 128, 128, lengths, 1, 8, dtype=state_dtype)
+    shapes = [(2 * 128 + 2 * heads * 128, HIDDEN), (HIDDEN, heads * 128), *[(ffn, HIDDEN)] * 2, (HIDDEN, ffn)]
+    pieces = [drawn("q1_0", (layers, *shape), seed) for seed, shape in enumerate(shapes)]
+    stacks = [LayerStack((piece.tiled,), tuple((0, i) for i in range(layers))) for piece in pieces]
+    rng = np.random.default_rng(rows)
+    draw: Any = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    x, gates = draw(2, 8, HIDDEN), draw(layers, 2 * heads, HIDDEN) / 16
+    attn_norm, ffn_norm = (1 + draw(layers, HIDDEN) / 9 for _ in range(2))
+    settings = {"eps": EPS, "grouped": False, "impl": "delta_step"}
+    assert layer_gemms.rounds_for(stacks[1], layer, rows) == "few"
+
+    def run(passes: bool):
+        made, before, sums = layer_gemms.mixer_inputs(
+            Parts(x), stacks[0], attn_norm, gates if passes else None, layer=layer, eps=EPS, rows=rows
+        )
+        of_gates = sums if passes else Gates(before[:, None], attn_norm, gates)
+        y, S, tail = delta_net(
+            layer_gemms.joined(made, rows)[:, None], of_gates, states, tails, positions, layer,
+            integers="few" if passes else None, **own, **settings,
+        )  # fmt: skip
+        after = layer_gemms.behind_mixer(
+            y if passes else y[:, 0], before, (stacks[1], layer), ffn_norm, stacks[2:], layer, eps=EPS
+        )
+        return np.asarray(layer_gemms.summed(after)), S, tail, np.asarray(before)
+
+    with lockstep(), jax.disable_jit():
+        passed, alone = run(True), run(False)
+    there = positions[:, 0] >= 0
+    for a, b in zip(passed, alone, strict=True):
+        a, b = (np.float64(v)[:, there] if v.ndim > 2 else np.float64(v)[there] for v in (a, b))
+        a, b = np.nan_to_num(a), np.nan_to_num(b)
+        # A gate's sums are in another order, and a state of 16 bits may be rounded the other way.
+        limit = 2.0**-11 if state_dtype == np.float16 else 3e-5
+        assert np.linalg.norm(a - b) < limit * np.linalg.norm(b)
+
+    w_in, w_o, w_gate, w_up, w_down = (np.float64(piece.dense[layer]) for piece in pieces)
+    norm = lambda x, gamma: x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * gamma  # noqa: E731
+    x = np.float64(x).sum(0)[:rows]
+    np.testing.assert_allclose(passed[3], x, atol=1e-5)
+    qkv_z = norm(x, attn_norm[layer]) @ w_in.T
+    args = qkv_z[:, None], Gates(x[:, None], attn_norm, gates), states, tails, positions, layer
+    y, *_ = of_float64(args, own, False)
+    x = x + y[:, 0] @ w_o.T
+    n = norm(x, ffn_norm[layer])
+    x = x + DEFINITIONS[SILU](n @ w_gate.T, n @ w_up.T) @ w_down.T
+    assert np.linalg.norm((passed[0] - x)[there]) < 0.02 * np.linalg.norm(x[there])
+
+
+@pytest.mark.parametrize(("rows", "state_dtype"), [(3, "float32"), (8, "float16")])
+def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeypatch):
+    """Of a model with delta nets and attention in Q1_0, from the first token on, in lockstep."""
+    tiny = synth.MODELS["tiny-qwen35"]
+    delta = dataclasses.replace(tiny.delta, k_heads=2, v_heads=4, head_dim=128)
+    monkeypatch.setitem(synth.MODELS, "tiny-qwen35", dataclasses.replace(tiny, delta=delta))
+    # What vmap and derivatives would make of a product traces it.
+    monkeypatch.setattr(execute, "_with_rows_of_vmap", lambda f: f)
+    monkeypatch.setattr(execute, "differentiated", lambda op, exactly: op)
+    ids, of_each = np.random.default_rng(rows).integers(0, 256, (rows, 4)), []
+    for schedule in ("launches", "layer_gemms"):
+        with as_on_a_gpu((9, 0)):
+            run = bj.RunConfig(
+                cache_dtype="float32", state_dtype=state_dtype, schedule=schedule, weights="packed",
+                batch_size=rows, context=64,
+            )  # fmt: skip
+            model = bj.load("synth:tiny-qwen35:q1_0", run)
+            assert model.params.step.schedule(rows) == schedule
+            cache, out = kv.empty(model.config, model.run, rows, 64), []
+            with lockstep(), jax.disable_jit():
+                for i in range(ids.shape[1]):
+                    tokens, at = jnp.asarray(ids[:, i : i + 1], jnp.int32), jnp.full((rows, 1), i, jnp.int32)
+                    x, cache, _ = decoder.decoder(model.params, tokens, at, cache, model.config, i + 1)
+                    out.append(np.asarray(x))
+        of_each.append(np.stack(out))
+    before, after = of_each
+    assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)

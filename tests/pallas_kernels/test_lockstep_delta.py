@@ -48,8 +48,8 @@ def problem(k_heads, v_heads, K, V, lengths, tokens, hidden, seed=0, dtype=np.fl
     return (draw(B, tokens, C + v_heads * V), gates, states, tails, positions, 1), rest
 
 
-def of_float64(args, weights, grouped):
-    """A token at a time."""
+def of_float64(args, weights, grouped, rounded=False):
+    """A token at a time. rounded: S to its stored dtype behind each."""
     qkv_z, gates, states, tails, positions, layer = args
     x, gamma, matrix = (np.float64(a) for a in gates)
     w: dict[str, Any] = {name: np.float64(a[layer]) for name, a in weights.items()}
@@ -78,6 +78,8 @@ def of_float64(args, weights, grouped):
             S = S_all[row, h] * decay[h]
             d = (v[h * V : (h + 1) * V] - S.T @ keys) / (1 + np.exp(-beta[h]))
             S_all[row, h] = S = S + np.outer(keys, d)
+            if rounded:
+                S_all[row, h] = S.astype(states.dtype)
             o = S.T @ qh / np.sqrt(K)
             y[row, t, h * V : (h + 1) * V] = o / np.sqrt((o**2).mean() + EPS) * w["norm"] * z[h]
     return y, S_all, tails

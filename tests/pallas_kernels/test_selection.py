@@ -574,7 +574,11 @@ def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
     in_16_bits = dataclasses.replace(KQ_STEP, bits=16)
     assert selection.schedules(in_16_bits) == ((4, "one_launch"),)
     assert selection.schedules(KQ_STEP, "int_launches") == ((4, "launches"), (8, "int_launches"))
-    assert selection.schedules(dataclasses.replace(KQ_STEP, plain=False)) == ((2, "layer_products"),)
+    mixed = dataclasses.replace(KQ_STEP, plain=False)
+    assert selection.schedules(mixed) == ((2, "layer_products"), (8, "launches"), (256, "layer_gemms"))
+    mixed = dataclasses.replace(STEP, plain=False)  # 1 bit
+    assert selection.schedules(mixed) == ((1, "launches"), (2, "layer_products"), (256, "layer_gemms"))
+    assert selection.schedules(dataclasses.replace(mixed, folded=True)) == ()
     assert selection.schedules(STEP, "launches") == ()
     assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
     two_rows = (1, "launches"), (2, "layer_products")  # of 1 bit

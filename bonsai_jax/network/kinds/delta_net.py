@@ -253,22 +253,34 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
     return add_product(x, y, w.out, place, "attention", None), state, workspace
 
 
-def mix(qkv_z: jax.Array, x: jax.Array, place: Place, state: State, workspace):
+def rounds(place: Place, state: State) -> bool:
+    """Whether `mix` can leave its output as integers, of groups of 128 in whole fours, and finish gates that
+    were begun."""
+    settings = place.settings
+    return state.impl == "delta_step" and settings.v_dim == 128 and settings.v_heads % 4 == 0
+
+
+def mix(
+    qkv_z: jax.Array, x: jax.Array, place: Place, state: State, workspace,
+    gates: Any = None, integers: str | None = None,
+):  # fmt: skip
     """What a delta net gives before its output projection, [B, T, V], the state and the workspace; x is the
-    layer's input, of which gates are made."""
+    layer's input, of which gates are made. `gates`, where others have begun them, and `integers`, as the
+    output is to be rounded (pallas_kernels/delta), are for one token a row, where it `rounds`."""
     w, shape = place.weights, x.shape[:-1]
     if place.tokens > 1:  # of a sequence, which are rows elsewhere
         together = lambda a: a.reshape(-1, place.tokens, *a.shape[2:])  # noqa: E731
         qkv_z, x, positions = map(together, (qkv_z, x, place.positions))
         place = dataclasses.replace(place, positions=positions, tokens=1)
     few = x.shape[-2] <= STEP_TOKENS and state.impl != "reference"
-    dense = _dense(w.gates) if few else None
-    gates = joined_product(x, w.gates, place, w.norm) if dense is None else Gates(x, w.norm, dense)
-    y, state = _mixed(qkv_z, gates, place, state)
+    dense = dense_gates(w.gates) if few else None
+    if gates is None:
+        gates = joined_product(x, w.gates, place, w.norm) if dense is None else Gates(x, w.norm, dense)
+    y, state = _mixed(qkv_z, gates, place, state, integers)
     if place.updates is not None:
         place.updates["qkv_z"] = qkv_z
         place.updates.update({"gates": gates} if dense is None else {"x": x})
-    return y.reshape(*shape, -1), state, workspace
+    return y.reshape(*shape, -1) if integers is None else y, state, workspace
 
 
 def replay(updates: Mapping[str, jax.Array], place: Place, state: State) -> State:
@@ -276,7 +288,7 @@ def replay(updates: Mapping[str, jax.Array], place: Place, state: State) -> Stat
     w = place.weights
     gates = updates.get("gates")
     if gates is None:
-        dense = _dense(w.gates)
+        dense = dense_gates(w.gates)
         assert dense is not None
         gates = Gates(updates["x"], w.norm, dense)
     s, tail = delta.replay(
@@ -303,12 +315,14 @@ def phases(settings: DeltaNet) -> tuple[Product, Mixing, Product]:
     )
 
 
-def _mixed(qkv_z: jax.Array, gates: Any, place: Place, state: State) -> tuple[Float[Array, "B T V"], State]:
+def _mixed(
+    qkv_z: jax.Array, gates: Any, place: Place, state: State, integers: str | None = None
+) -> tuple[Any, State]:
     """What a delta net gives of its projections, and its state after these tokens; as it came where it waits
     for `replay`."""
     y, s, tail = delta.delta_net(
         qkv_z, gates, state.s, state.tail, place.positions, place.index,
-        stores=place.updates is None, **_rest(place, state),
+        stores=place.updates is None, integers=integers, **_rest(place, state),
     )  # fmt: skip
     return y, state.replace(s=s, tail=tail)
 
@@ -322,7 +336,7 @@ def _rest(place: Place, state: State) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:
+def dense_gates(weights: tuple[LayerStack, ...]) -> jax.Array | None:
     """[layers, N, K] of a matrix that every layer has as plain numbers; None where it is quantized, or has an
     adapter beside it."""
     if not all(isinstance(stack, LayerStack) for stack in weights):

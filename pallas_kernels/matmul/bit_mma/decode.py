@@ -14,7 +14,8 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import epilogue, stacks
-from pallas_kernels.matmul.bit_mma.product import Product
+from pallas_kernels.matmul.bit_mma.product import GROUP, Product
+from pallas_kernels.matmul.bit_mma.quantize_rows import Quantized
 from pallas_kernels.tiles import TILE_ROWS
 
 
@@ -43,7 +44,7 @@ class Decode(abc.ABC):
     def scratch(self) -> dict[str, Any]:
         """plgpu.SMEM, by the names of `block`'s arguments."""
 
-    def operands(self, x: jax.Array, gamma: jax.Array | None, layers: jax.Array) -> dict[str, Any]:
+    def operands(self, x: Any, gamma: jax.Array | None, layers: jax.Array) -> dict[str, Any]:
         """The activations, by the names of `block`'s arguments."""
         return {"x_gmem": x, "gamma_gmem": gamma}
 
@@ -74,9 +75,9 @@ class Decode(abc.ABC):
         return y.reshape(*lead, n)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "n", "eps", "bits", "activation"))
+@functools.partial(jax.jit, static_argnames=("kernel", "n", "eps", "bits", "activation", "rows", "normed"))
 def bit_decode(
-    x: jax.Array,
+    x: jax.Array | Quantized,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
     layers: jax.Array,
     gamma: jax.Array | None = None,
@@ -87,10 +88,13 @@ def bit_decode(
     eps: float = 0.0,
     bits: int = 8,
     activation: Activation = SILU,
+    rows: int | None = None,
+    normed: bool = False,
 ) -> jax.Array:
     """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps).
+              Or Quantized, for decode_s8.Rounds: so many rows, by gamma already if they are normed
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N padded to 16], added to y
@@ -98,10 +102,14 @@ def bit_decode(
     bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
     Returns float32 [rows, N].
     """
-    rows, columns = x.shape
+    if isinstance(x, Quantized):
+        assert rows is not None
+        columns = len(x.q) * GROUP
+    else:
+        rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
     plan = kernel.plan(
-        rows, columns, n_tiles, pairs, len(weights), bits, normed=gamma is not None, eps=eps,
+        rows, columns, n_tiles, pairs, len(weights), bits, normed=normed or gamma is not None, eps=eps,
         activation=activation,
     )  # fmt: skip
     if plan is None:

@@ -14,38 +14,25 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
 """
 
 import dataclasses
-import functools
-import itertools
-from typing import Self
+from collections.abc import Sequence
+from typing import NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import (
-    as_real,
-    as_word,
-    fma,
-    index,
-    integer,
-    minimum,
-    real,
-    select,
-    sum_of_squares,
-    total,
-)
-from pallas_kernels.matmul.bit_mma.byte_product import UNIT, ByteProduct
+from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real
+from pallas_kernels.matmul import stacks
+from pallas_kernels.matmul.bit_mma import decode, quantize_rows
+from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns
-from pallas_kernels.matmul.quantize_activations import (
-    MAGIC_WORD,
-    largest_of_group,
-    magic_words,
-    packed_digits,
-)
+from pallas_kernels.matmul.bit_mma.quantize_rows import Quantized
+from pallas_kernels.matmul.prologue import Parts
+from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 # Warps of a block, and blocks of a multiprocessor at once: as many as there are registers for. The first of
@@ -107,9 +94,12 @@ class Rounds(Decode):
         return {name: plgpu.SMEM((size,), dtypes.get(name, jnp.int32)) for name, size in self._words.items()}
 
     def operands(self, x, gamma, layers):
+        if isinstance(x, Quantized):
+            return {"quantized_gmem": x}
         padding = ((0, 0), (0, self.product.pairs * TILE_COLUMNS - x.shape[1]))
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-        return {"quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)}
+        quantized, *_ = quantize_rows.quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)
+        return {"quantized_gmem": quantized}
 
     def block(
         self, weights_gmem, layers_gmem, residual_gmem, quantized_gmem, out_gmem,
@@ -134,68 +124,6 @@ class Rounds(Decode):
             return following
 
         lanes.loop(0, count, p.together, loaded, one_round)
-
-
-@functools.partial(jax.jit, static_argnames="bits")
-def quantize_rows(
-    x: jax.Array, layers: jax.Array, gamma: jax.Array | None, bits: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantize activations, symmetric per group of 128: x, or x gamma[i] with gamma of float32 [L, K].
-
-    x       float32 [rows, K], 1 to 8 rows; K a multiple of 128
-    layers  int32 [2 or more], the second is i
-    Returns q int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
-    columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
-    [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
-    are not there have scales of 0.
-    """
-    rows, columns = x.shape
-    groups, digits = columns // GROUP, bits // 8
-    return launch(
-        functools.partial(_quantize_group, rows=rows, bits=bits),
-        {"x_gmem": x, "layers_gmem": None if gamma is None else layers, "gamma_gmem": gamma},
-        {
-            "q_gmem": jax.ShapeDtypeStruct((groups, digits, 2, 32, 4), jnp.int32),
-            "scales_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS, 2), jnp.float32),
-            "squares_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS), jnp.float32),
-        },
-        name="quantize_rows",
-        blocks=groups,
-        threads=128,
-    )
-
-
-def _quantize_group(x_gmem, layers_gmem, gamma_gmem, q_gmem, scales_gmem, squares_gmem, *, rows, bits):
-    thread, group = integer(lanes.thread()), integer(lanes.block())
-    # 16 threads a row, 8 neighbouring columns each: part c has byte c % 4 of the words of t = c / 4.
-    row, part = thread // 16, thread % 16
-    t, b = part // 4, part % 4
-    column = index(group * GROUP + part * 8)
-
-    def load(ref, row):
-        return [v for half in (0, 4) for v in memory.load_reals(4, ref, [row, column + half])]
-
-    x = load(x_gmem, minimum(row, rows - 1))
-    squares = lanes.warp_sum_real(sum_of_squares(x), lanes=16)
-    if gamma_gmem is not None:
-        gamma = load(gamma_gmem, memory.load(layers_gmem, 1))
-        x = [v * w for v, w in zip(x, gamma, strict=True)]
-    top = 2 ** (bits - 1) - 1
-    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, 16))
-    q = magic_words(x, top, largest)
-    sum_of_q = lanes.warp_sum_real(total(q) + -8 * MAGIC_WORD % 2**32, lanes=16)
-    for digit, half in itertools.product(range(bits // 8), (0, 1)):
-        (own,), word = packed_digits(q[4 * half :][:4], digit), integer(0)
-        for lane in range(4):  # byte b of each of four lanes' words: one word of this lane
-            other = lanes.from_quad(own, thread % 32, lane)
-            word = word | (other >> b * 8 & 0xFF) << 8 * lane
-        memory.store(word, q_gmem, group, digit, half, row * 4 + t, b)
-    with lanes.when(part == 0):
-        scale = select(row < rows, largest * (1 / top), 0.0)
-        at = [index(group), index(row)]
-        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
-        memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
-        memory.store(squares, squares_gmem, *at)
 
 
 class SharedRows:
@@ -243,3 +171,41 @@ class SharedRows:
 
 
 run = Rounds.run
+
+
+class Rounded(NamedTuple):
+    """Activations that several products read (step/layer_gemms.py).
+
+    rows   of x
+    normed, eps  whether rms_norm's 1 / rms(x) is still to be multiplied with
+    """
+
+    quantized: Quantized
+    rows: int
+    normed: bool = False
+    eps: float = 0.0
+
+
+def prologue(
+    x: jax.Array | Parts, weights: Sequence[QTensor], layer, gamma: jax.Array | None, eps: float, rows: int,
+    beside: jax.Array | None = None,
+) -> tuple[Rounded, jax.Array | None, jax.Array | None]:  # fmt: skip
+    """x, or rms_norm(x; gamma[layer], eps), in 8 bits; of Parts their sum, else None; and the products of
+    gamma x with the rows of beside[layer] of each group (quantize_rows), or None. Columns are whole pairs of
+    groups."""
+    gamma, index = stacks.whole(*stacks.gamma_stack(gamma, layer))
+    layers = jnp.stack([jnp.int32(0), index, jnp.int32(-1)])
+    quantized, x, products = quantize_rows.quantize_rows(x, layers, gamma, 8, beside, rows)
+    return Rounded(quantized, rows, gamma is not None, eps), x, products
+
+
+def gemm(x: Rounded, weights: Sequence[QTensor], part_layer, activation: Activation = SILU) -> jax.Array:
+    """x W.T for one matrix, activation(x G.T, x U.T) for two: float32 [1, rows, N], as prefill_sm90's parts
+    of sums."""
+    matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
+    matrices, part = stacks.whole(matrices, part_layer)
+    return decode.bit_decode(
+        x.quantized, matrices, jnp.stack([part, jnp.int32(0), jnp.int32(-1)]), kernel=Rounds,
+        n=weights[0].shape[0], eps=x.eps, activation=activation if len(weights) == 2 else SILU, rows=x.rows,
+        normed=x.normed,
+    )[None]  # fmt: skip

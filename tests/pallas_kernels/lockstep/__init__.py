@@ -31,7 +31,7 @@ from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.latent import decode as latent_decode
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import decode as bit_decode
-from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
+from pallas_kernels.matmul.bit_mma import quantize_rows
 from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
@@ -141,7 +141,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = [
-        *((bit_decode, "bit_decode"), (bit_decode_s8, "quantize_rows")),
+        *((bit_decode, "bit_decode"), (quantize_rows, "quantize_rows")),
         *((int_decode, "int_decode"), (int_dequantize, "int_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
         (activations_rotated, "activations_rotated"),
