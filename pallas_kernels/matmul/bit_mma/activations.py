@@ -5,13 +5,14 @@ there is one.
     s = m / top, with a norm times 1 / sqrt(mean(x^2) + eps);  x = s q, or rms_norm(x) = s q, but for rounding
 
 The same numbers as in a decode step (plane_product.py). A block of threads has a row in its registers, so
-that it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes
-together: place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the
-other seven's.
+that it is read once. Each warp has whole groups, whose largest it finds without the others: a lane loads 4
+neighbouring columns of a group, 16 bytes, and four lanes exchange the bytes that they make of them, so that
+each stores one word: place 16 j + i of a group is column 8 i + j.
 
 The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
-row m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16
-rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place 4 t + 2 b + e.
+row m the 16 bytes of columns j, 8 + j, .. 120 + j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128
+bytes). Scales of 16 rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place
+4 t + 2 b + e.
 
 A kernel that has made a group of a row itself stores it by `store_group`, and this launch is spared.
 """
@@ -23,14 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum
+from pallas_kernels.gpu.values import index, integer, minimum, select
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 
-PIECE_COLUMNS = 16  # of a lane
-GROUP_PIECES = GROUP // PIECE_COLUMNS
+PIECE_BYTES = 16  # that lie side by side
 TILE_TOKENS = 64  # of bit_prefill_sm90; fewer rows are padded to a multiple of 16
 
 
@@ -83,34 +83,38 @@ def _quantize_row(
     *, columns, width, warps, eps, bits,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
-    pieces = prologue.pieces_of_lane(thread, width // PIECE_COLUMNS, warps)
-    in_row = prologue.within(pieces, warps, columns // PIECE_COLUMNS)
-    # Columns 8 i + j of a group are a piece. Lanes behind the row's end load its last group.
-    groups = [(piece // GROUP_PIECES, piece % GROUP_PIECES) for piece, _ in pieces]
-    starts = [index(minimum(group, columns // GROUP - 1) * GROUP + j) for group, j in groups]
+    warp, lane, count = thread // 32, thread % 32, columns // GROUP
+    groups = [warp + first for first in range(0, width // GROUP, warps)]
+    in_row = [
+        None if first + warps <= count else group < count
+        for group, first in zip(groups, range(0, width // GROUP, warps), strict=True)
+    ]
+    # Lanes e of four have each fourth byte of their columns once these are exchanged. Warps behind the row's
+    # end load its last group.
+    first_column = lane // 8 * 32 + lane % 4 * 8 + lane // 4 % 2 * 4
+    starts = [index(minimum(group, count - 1) * GROUP + first_column) for group in groups]
 
     def load(ref, *row):
-        return [[memory.load(ref, *row, start + 8 * i) for i in range(PIECE_COLUMNS)] for start in starts]
+        return [memory.load_reals(4, ref, [*row, start]) for start in starts]
 
     def store_sum(number, values):
-        for i, v in enumerate(values):
-            memory.store(v, sum_gmem, row, starts[number] + 8 * i)
+        memory.store_reals(values, sum_gmem, [row, starts[number]])
 
     x = prologue.loaded_row(load, store_sum, in_row, x_gmem, row)
     x, squares = prologue.times_gamma(load, x, gamma_gmem, layer_gmem)
     norm = None
     if squares is not None:
-        (squares,) = prologue.over_warps(shared_smem, thread // 32, (squares, operator.add))
+        (squares,) = prologue.over_warps(shared_smem, warp, (squares, operator.add))
         norm = inverse_rms(squares, columns, eps)
     m = integer(row)
-    for values, (group, j) in zip(x, groups, strict=True):
+    place = (lane // 4 % 2 * 4 + lane % 4 ^ m & 7) * PIECE_BYTES + lane // 8 * 4
+    for values, group in zip(x, groups, strict=True):
         q, scale = _quantize(values, bits)
         scale = scale if norm is None else scale * norm
         with lanes.when(group < width // GROUP):
-            place = (j ^ m & 7) * PIECE_COLUMNS
-            for digit, words in enumerate(q):
-                memory.store_bytes(words, q_gmem, [digit, index(group), row, place])
-            with lanes.when(j == 0):
+            for digit, word in enumerate(q):
+                memory.store_bytes([word], q_gmem, [digit, index(group), row, place])
+            with lanes.when(lane == 0):
                 for digit in range(len(q)):
                     factor = 256.0 ** (len(q) - 1 - digit) / 64
                     memory.store(scale * factor, scale_gmem, digit, index(group), _place_of_scale(m))
@@ -128,7 +132,7 @@ def store_group(x: list, row, group, q_gmem, scale_gmem):
     lane, m, top = integer(lanes.thread()) % 32, integer(row), 127
     largest = largest_of_group(x, lanes.largest_of_warp)
     words = packed_digits(magic_words(x, top, largest), 0)
-    memory.store_bytes(words, q_gmem, [0, group, row, (lane % 8 ^ m & 7) * PIECE_COLUMNS + lane // 8 * 4])
+    memory.store_bytes(words, q_gmem, [0, group, row, (lane % 8 ^ m & 7) * PIECE_BYTES + lane // 8 * 4])
     with lanes.when(lane == 0):
         memory.store(largest * (1 / top) * (1 / 64), scale_gmem, 0, group, _place_of_scale(m))
 
@@ -139,8 +143,21 @@ def _place_of_scale(m):
 
 
 def _quantize(x: list, bits: int):
-    """8 neighbouring lanes' activations -> (words of 4 bytes of q per 8 bits, the highest first; scale)."""
+    """A warp's activations, 4 of each lane -> (a word of q per 8 bits, the highest first, of bytes that are
+    exchanged; scale)."""
     top = 2 ** (bits - 1) - 1
-    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, GROUP // PIECE_COLUMNS))
+    largest = largest_of_group(x, lanes.largest_of_warp)
     q = magic_words(x, top, largest)
-    return [packed_digits(q, digit) for digit in reversed(range(bits // 8))], largest * (1 / top)
+    words = [word for digit in reversed(range(bits // 8)) for word in packed_digits(q, digit)]
+    return list(map(_exchanged, words)), largest * (1 / top)
+
+
+def _exchanged(word):
+    """Byte b of this lane's word is that of lane b of four neighbours which has this lane's number among
+    them."""
+    lane = integer(lanes.thread())
+    for distance, low, high in ((1, 0x6240, 0x3715), (2, 0x5410, 0x3276)):
+        # The lower lane of two keeps its bytes where it is the lower byte of two, and gets the other's there.
+        selector = select((lane & distance) == 0, integer(low), integer(high))
+        word = lanes.chosen_bytes(word, lanes.swapped(word, distance), selector)
+    return word
