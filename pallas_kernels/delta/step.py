@@ -63,7 +63,7 @@ from pallas_kernels.matmul.bit_mma.product import GROUP
 Integers = Literal["few", "many"]
 THREADS = 256
 WARPS = THREADS // 32
-MOST_IN_REGISTERS = 6  # blocks for each multiprocessor; with more, S is in shared memory
+MOST_IN_REGISTERS = 1  # blocks for each multiprocessor; with more, S is in shared memory
 GATES_TOGETHER = 4  # tokens whose parts of gates there are registers for
 CONV = 4  # tokens that the convolution sees: a vector of weights
 

@@ -17,7 +17,7 @@ from pallas_kernels.gpu.values import select, sum_of_squares, total
 
 MOST = 48  # float32 of a row that a lane has
 # Rows of a decode step, at most, and what a lane then has: alone on a multiprocessor, a block has more lanes.
-FEW_ROWS, MOST_OF_FEW = 64, 16
+FEW_ROWS, MOST_OF_FEW = 64, 8
 MOST_WARPS = 32
 
 

@@ -105,6 +105,8 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
         (4096, 12288, 640, "added"),
         (6144, 4096, 64, "normed"),
         (4096, 4096, 9, "added"),
+        (5120, 17408, 32, "added"),  # 34 steps in splits of 9, or of 12
+        (5120, 17408, 64, "added"),
     ],
 )
 def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kernel, bits):

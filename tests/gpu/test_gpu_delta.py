@@ -187,7 +187,7 @@ def test_a_step_by_layer_gemms_is_that_of_launches(format, rows, v_heads, state_
         log_p.append(log_p_of_steps(model, ids))
     kl = divergence(*log_p[:2])
     print(f"{format}, {rows} rows, {state_dtype}: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
-    # An activation between two integers may go to either (in lockstep one did: 2.5e-4), and so may a state of
-    # 16 bits.
-    assert np.median(kl) < 1e-7 and kl.max() < 2e-3
+    # An activation between two integers may go to either (in lockstep one did: 2.5e-4), and so may numbers of
+    # a state of 16 bits, which more activations see.
+    assert np.median(kl) < (1e-7 if state_dtype == "float32" else 1e-5) and kl.max() < 2e-3
     np.testing.assert_array_equal(*log_p[1:])

@@ -5,6 +5,7 @@ core are those of the PTX manual.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from pallas_kernels import QTensor, dequantize, device, formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul.bit_mma import decode_s8
+from pallas_kernels.matmul.bit_mma import prefill_plan as bit_prefill_plan
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
@@ -198,3 +200,33 @@ def test_rows_of_1_bit_weights_keep_eight_warps_on_a_multiprocessor(n, k, matric
     assert planned is not None
     blocks = -(-(n // 16) // planned.tiles)
     assert planned.product.warps * -(-blocks // device.multiprocessors()) >= 8
+
+
+@pytest.mark.parametrize(("steps", "splits"), [(34, 3), (34, 4), (12, 4), (5, 1), (7, 4), (6, 6)])
+@pytest.mark.parametrize(("tiles", "blocks"), [(40, 120), (27, 132), (27, 16), (3, 5)])
+def test_each_step_of_a_1_bit_product_has_its_turn(steps, splits, tiles, blocks):
+    """Of splits that divide steps and of others: each block's steps follow each other in its slots, and each
+    step of each tile is some block's."""
+    of = bit_prefill_plan.Steps(steps, splits, tiles, blocks)
+    assert (splits - 1) * of.each < steps
+    done = []
+    for block in range(min(blocks, splits * tiles)):
+        count, turn = -(-(splits * tiles - block) // blocks), 0
+        for i in range(count):
+            assert of.before(block, i) == turn
+            split = int(of.split(block, i))
+            done += [
+                (split * of.each + step, (block + i * blocks) % tiles) for step in range(of.of(block, i))
+            ]
+            turn += int(of.of(block, i))
+    assert sorted(done) == sorted(itertools.product(range(steps), range(tiles)))
+
+
+@pytest.mark.parametrize("rows", [9, 32, 64, 128, 512])
+@pytest.mark.parametrize("summed", [False, True])
+def test_no_split_of_a_1_bit_product_is_empty(rows, summed, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    for n, steps in itertools.product((64, 1024, 5120, 17408), range(1, 40)):
+        m = rows + -rows % (64 if rows > 64 else 16)
+        splits = bit_prefill_plan.planned(m, n, steps, 1, 1, summed).splits
+        assert (splits - 1) * -(-steps // splits) < steps

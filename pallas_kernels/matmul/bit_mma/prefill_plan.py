@@ -4,6 +4,9 @@ its sizes and the GPU's."""
 import itertools
 from typing import NamedTuple
 
+import jax.numpy as jnp
+from jax import lax
+
 from pallas_kernels import device
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.bit_mma.product import GROUP
@@ -19,7 +22,7 @@ class Plan(NamedTuple):
 
     warpgroups  that multiply, each 64 rows of weights
     tokens      of a tile
-    splits      of the columns: each makes a part of the sums
+    splits      of the columns: each makes a part of the sums, the last of fewer steps if they do not divide
     slots       steps in shared memory
     """
 
@@ -27,6 +30,48 @@ class Plan(NamedTuple):
     tokens: int
     splits: int
     slots: int
+
+
+class Steps(NamedTuple):
+    """The steps of a block's tiles, where the columns' splits may not all have as many.
+
+    count   of all columns
+    splits, tiles  parts of the columns, and tiles of one split
+    blocks  a block has every so many of all tiles, split after split, from its own number on
+    """
+
+    count: int
+    splits: int
+    tiles: int
+    blocks: int
+
+    @property
+    def each(self) -> int:
+        """Of a tile, but for the last split."""
+        return -(-self.count // self.splits)
+
+    @property
+    def fewer(self) -> int:
+        """Of a tile of the last split."""
+        return self.count - (self.splits - 1) * self.each
+
+    def split(self, block, i):
+        """Of the block's tile i."""
+        return lax.div(block + i * self.blocks, self.tiles)
+
+    def of(self, block, i):
+        """Steps of the block's tile i."""
+        if self.fewer == self.each:
+            return self.each
+        return jnp.where(self.split(block, i) == self.splits - 1, self.fewer, self.each)
+
+    def before(self, block, i):
+        """Steps of the block's tiles before tile i: those of the last split come last."""
+        if self.fewer == self.each:
+            return i * self.each
+        past = (self.splits - 1) * self.tiles - block  # the last split's first tile, from the block's on
+        whole = lax.div(jnp.maximum(past + self.blocks - 1, 0), self.blocks)
+        return i * self.each - jnp.maximum(i - whole, 0) * (self.each - self.fewer)
 
 
 def planned(
@@ -48,13 +93,17 @@ def planned(
     """
     few, multiprocessors, shared = min(m, 64), device.multiprocessors(), device.shared_bytes()
     tile_shapes = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
-    split_counts = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
+    # The last has some steps, too.
+    split_counts = (
+        [1] if matrices == 2 else [s for s in range(1, steps + 1) if (s - 1) * -(-steps // s) < steps]
+    )
     best = []
     for (warpgroups, tokens), splits in itertools.product(tile_shapes, split_counts):
         tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
-        clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
-        clocks += clocks_of_sums(m * n, splits, summed)
+        clocks = -(-tiles // multiprocessors) * (-(-steps // splits) * step + TILE_CLOCKS)
+        # A reader has a block for each row; fewer rows than multiprocessors are not read faster.
+        clocks += clocks_of_sums((m if summed else max(m, multiprocessors)) * n, splits, summed)
         fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
         best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
     return min(best)[1]

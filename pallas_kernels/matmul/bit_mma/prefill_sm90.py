@@ -46,7 +46,7 @@ from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
-from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, planned
+from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Steps, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
@@ -107,7 +107,7 @@ def bit_prefill_sm90(
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
+            plan=plan, matrices=matrices, planes=planes, steps=steps, pairs=pairs, grid=grid,
             blocks=blocks, added=added is not None, activation=activation if matrices == 2 else None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
@@ -136,6 +136,7 @@ def _body(
     for_products, for_copies = REGISTERS[warpgroups]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
+    of_tiles = Steps(steps, splits, rows * columns, blocks)
     wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
@@ -145,9 +146,6 @@ def _body(
 
     def column_of(i):
         return lax.rem(lax.div(sm + i * blocks, rows), columns)
-
-    def split_of(i):
-        return lax.div(sm + i * blocks, rows * columns)
 
     @pl.when(warpgroup < warpgroups)
     def _multiply():
@@ -160,11 +158,11 @@ def _body(
             )
 
             def one_step(step, sums):
-                at = i * steps + step
+                at = of_tiles.before(sm, i) + step
                 slot = lax.rem(at, slots)
                 if (residual := residual_gmem) is not None:
 
-                    @pl.when(step == min(1, steps - 1))  # by now the tile before has left
+                    @pl.when(step == min(1, of_tiles.each - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         barrier = residual_full.at[warpgroup]
@@ -179,14 +177,14 @@ def _body(
                 return sums
 
             start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
-            sums = lax.fori_loop(0, steps, one_step, start)
+            sums = lax.fori_loop(0, of_tiles.of(sm, i), one_step, start)
             if added:
                 plgpu.barrier_wait(residual_full.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store(sums, out_smem.at[warpgroup], activation, added)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[of_tiles.split(sm, i), *place])
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
@@ -202,11 +200,11 @@ def _body(
             token = token_of(i)
             tiles = words_smem.shape[2]
             tile_range = pl.ds(column_of(i) * tiles, tiles)
-            first = split_of(i) * steps
+            first = of_tiles.split(sm, i) * of_tiles.each
 
-            @pl.loop(0, steps)
+            @pl.loop(0, of_tiles.of(sm, i))
             def _step(step):
-                at = i * steps + step
+                at = of_tiles.before(sm, i) + step
                 slot = lax.rem(at, slots)
 
                 @pl.when(at >= slots)
