@@ -21,7 +21,7 @@ from tests.agreement import divergence, log_softmax
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
-from tests.pallas_kernels.test_lockstep_delta import EPS, TF32, check, of_float64, problem
+from tests.pallas_kernels.test_lockstep_delta import EPS, FLOAT16, TF32, check, of_float64, problem
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +46,8 @@ def test_kernels_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, repeats,
         )
     )
     got, again = (run(*jax.tree.map(jnp.asarray, args)) for _ in range(2))
-    # Of several tokens some of S may be rounded to 16 bits the other way.
-    few = 1e-6 if dtype == np.float32 or tokens == 1 else 1e-5
+    # Of several tokens some numbers of S may be rounded to 16 bits the other way, each one of a sum of K.
+    few = 1e-6 if dtype == np.float32 or tokens == 1 else FLOAT16 / K**0.5
     check(got, args, want, few if tokens <= STEP_TOKENS else TF32)
     for a, b in zip(got, again, strict=True):
         np.testing.assert_array_equal(a, b)
@@ -187,7 +187,9 @@ def test_a_step_by_layer_gemms_is_that_of_launches(format, rows, v_heads, state_
         log_p.append(log_p_of_steps(model, ids))
     kl = divergence(*log_p[:2])
     print(f"{format}, {rows} rows, {state_dtype}: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
-    # An activation between two integers may go to either (in lockstep one did: 2.5e-4), and so may numbers of
-    # a state of 16 bits, which more activations see.
-    assert np.median(kl) < (1e-7 if state_dtype == "float32" else 1e-5) and kl.max() < 2e-3
+    # An activation between two integers may go to either (in lockstep one did: 2.5e-4). So may numbers of a
+    # state of 16 bits, which many activations see, and activations that are rounded to float16, because sums
+    # whose parts are not added by XLA are split otherwise.
+    bound = 1e-5 if state_dtype == "float16" else 1e-7 if format == "q1_0" else 1e-6
+    assert np.median(kl) < bound and kl.max() < 2e-3
     np.testing.assert_array_equal(*log_p[1:])
