@@ -278,7 +278,8 @@ class RunConfig:
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
                  each token and head, half of float16's bytes, without derivatives
     state_dtype  of the states of gated delta nets. "float16": half the bytes that a step reads and writes of
-                 each sequence, and half the memory; what is stored is rounded after every token (accuracy.md)
+                 each sequence, and half the memory; states are rounded as they are stored, in decoding after
+                 every token (docs/accuracy.md)
     page_size    tokens in a page of the cache
     context      most tokens of a sequence, prompt and answer together; 0: the model's own, at most 4096
     batch_size   most sequences generated at once, on each device that has rows of its own; further prompts

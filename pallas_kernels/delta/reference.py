@@ -84,8 +84,10 @@ def run(
         within = _one_token if T == 1 else _chunks
         before = states[layer].astype(jnp.float32)
         o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, before, fresh[:, None, None, None])
-        most = jnp.finfo(states.dtype).max
-        after = states.at[layer].set(jnp.clip(S, -most, most).astype(states.dtype))
+        if states.dtype != S.dtype:
+            most = jnp.finfo(states.dtype).max
+            S = jnp.clip(S, -most, most).astype(states.dtype)
+        after = states.at[layer].set(S)
     else:
         o, after = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
