@@ -206,10 +206,10 @@ def layer_gemms(
     spaces, (channels,) = workspaces.empty(config, cache, rows), params.layers["mlp"]
     ffn = channels.gate, channels.up, channels.down
 
-    def behind(output, norm, ffn, y, x, at, index):
+    def after_mixer(output, norm, ffn, y, x, at, index):
         """What comes after a mixer; indices of the layer in the groups of both halves."""
         o, activation = (output, at), config.mlp.activation
-        return kernels.behind_mixer(y, x, o, norm, ffn, index, eps=eps, activation=activation)
+        return kernels.after_mixer(y, x, o, norm, ffn, index, eps=eps, activation=activation)
 
     for number, layer in enumerate(config.layers):
         place, channels_place = place_of(number, layer.mixer), place_of(number, config.mlp)
@@ -227,7 +227,7 @@ def layer_gemms(
         y, state, workspace = kind.mix(made, x[:, None], place, state, spaces.get(at), **passed)
         cache = cache.with_state(*at, state)
         spaces = spaces if workspace is None else {**spaces, at: workspace}
-        after = functools.partial(behind, at=index, index=place_index(channels_place))
+        after = functools.partial(after_mixer, at=index, index=place_index(channels_place))
         y = y[:, 0] if isinstance(y, jax.Array) else y
         parts = jax.custom_batching.sequential_vmap(after)(output, channels.norm, ffn, y, x)
     return kernels.summed(parts)[:rows, None], cache

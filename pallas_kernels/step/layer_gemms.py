@@ -74,7 +74,7 @@ def run(
         *inputs.rotation, inputs.head_norms, workspace, eps=eps, interleaved=interleaved,
         integers=as_integers, tokens=tokens,
     )  # fmt: skip
-    x = behind_mixer(
+    x = after_mixer(
         attended, x_before, (o, layer), inputs.ffn_norm, ffn, layer, eps=eps, activation=activation
     )
     return x, k_pages, v_pages, workspace
@@ -116,7 +116,7 @@ def joined(parts: list[jax.Array], rows: int) -> jax.Array:
     return sums[0] if len(sums) == 1 else jnp.concatenate(sums, axis=-1)
 
 
-def behind_mixer(
+def after_mixer(
     y: Any, x: jax.Array, o: tuple[LayerStack, int], norm: jax.Array, ffn: Sequence[LayerStack], layer: int,
     *, eps: float, activation: Activation = SILU,
 ) -> Parts:  # fmt: skip

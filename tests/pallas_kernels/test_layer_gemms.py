@@ -143,7 +143,7 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
             layer_gemms.joined(made, rows)[:, None], of_gates, states, tails, positions, layer,
             integers="few" if passes else None, **own, **settings,
         )  # fmt: skip
-        after = layer_gemms.behind_mixer(
+        after = layer_gemms.after_mixer(
             y if passes else y[:, 0], before, (stacks[1], layer), ffn_norm, stacks[2:], layer, eps=EPS
         )
         return np.asarray(layer_gemms.summed(after)), S, tail, np.asarray(before)

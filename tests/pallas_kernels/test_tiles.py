@@ -213,12 +213,12 @@ def test_each_step_of_a_1_bit_product_has_its_turn(steps, splits, tiles, blocks)
     for block in range(min(blocks, splits * tiles)):
         count, turn = -(-(splits * tiles - block) // blocks), 0
         for i in range(count):
-            assert of.before(block, i) == turn
+            assert of.before_tile(block, i) == turn
             split = int(of.split(block, i))
             done += [
-                (split * of.each + step, (block + i * blocks) % tiles) for step in range(of.of(block, i))
+                (split * of.each + step, (block + i * blocks) % tiles) for step in range(of.in_tile(block, i))
             ]
-            turn += int(of.of(block, i))
+            turn += int(of.in_tile(block, i))
     assert sorted(done) == sorted(itertools.product(range(steps), range(tiles)))
 
 

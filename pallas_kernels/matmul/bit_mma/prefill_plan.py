@@ -59,13 +59,13 @@ class Steps(NamedTuple):
         """Of the block's tile i."""
         return lax.div(block + i * self.blocks, self.tiles)
 
-    def of(self, block, i):
+    def in_tile(self, block, i):
         """Steps of the block's tile i."""
         if self.fewer == self.each:
             return self.each
         return jnp.where(self.split(block, i) == self.splits - 1, self.fewer, self.each)
 
-    def before(self, block, i):
+    def before_tile(self, block, i):
         """Steps of the block's tiles before tile i: those of the last split come last."""
         if self.fewer == self.each:
             return i * self.each

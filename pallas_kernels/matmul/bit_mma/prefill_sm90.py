@@ -136,7 +136,7 @@ def _body(
     for_products, for_copies = REGISTERS[warpgroups]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
-    of_tiles = Steps(steps, splits, rows * columns, blocks)
+    tile_steps = Steps(steps, splits, rows * columns, blocks)
     wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
@@ -158,11 +158,11 @@ def _body(
             )
 
             def one_step(step, sums):
-                at = of_tiles.before(sm, i) + step
+                at = tile_steps.before_tile(sm, i) + step
                 slot = lax.rem(at, slots)
                 if (residual := residual_gmem) is not None:
 
-                    @pl.when(step == min(1, of_tiles.each - 1))  # by now the tile before has left
+                    @pl.when(step == min(1, tile_steps.each - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         barrier = residual_full.at[warpgroup]
@@ -177,14 +177,14 @@ def _body(
                 return sums
 
             start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
-            sums = lax.fori_loop(0, of_tiles.of(sm, i), one_step, start)
+            sums = lax.fori_loop(0, tile_steps.in_tile(sm, i), one_step, start)
             if added:
                 plgpu.barrier_wait(residual_full.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store(sums, out_smem.at[warpgroup], activation, added)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[of_tiles.split(sm, i), *place])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[tile_steps.split(sm, i), *place])
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
@@ -200,11 +200,11 @@ def _body(
             token = token_of(i)
             tiles = words_smem.shape[2]
             tile_range = pl.ds(column_of(i) * tiles, tiles)
-            first = of_tiles.split(sm, i) * of_tiles.each
+            first = tile_steps.split(sm, i) * tile_steps.each
 
-            @pl.loop(0, of_tiles.of(sm, i))
+            @pl.loop(0, tile_steps.in_tile(sm, i))
             def _step(step):
-                at = of_tiles.before(sm, i) + step
+                at = tile_steps.before_tile(sm, i) + step
                 slot = lax.rem(at, slots)
 
                 @pl.when(at >= slots)
