@@ -35,7 +35,7 @@ from bonsai_jax.decoding import proposers, sampling
 from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Drawn, Speculation, State
-from bonsai_jax.decoding.step_width import key_time, step_times, tokens_to_read, widths
+from bonsai_jax.decoding.step_width import key_time, tokens_to_read, widths
 from bonsai_jax.network import decoder
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import Params
@@ -182,8 +182,7 @@ def decode(
             return 1, (left > 0).astype(jnp.int32), _widened(drawn, most)
 
         keys = each_key * state.cache.lengths
-        times = step_times(params)
-        choice = tokens_to_read(state.speculation, proposals, left > 0, keys, share, times)
+        choice = tokens_to_read(state.speculation, proposals, left > 0, keys, share)
         made, steps, (state, tokens, scores) = jax.lax.switch(
             choice,
             [alone, *(functools.partial(with_proposals, count) for count in widths(width)[1:])],

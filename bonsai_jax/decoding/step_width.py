@@ -1,7 +1,6 @@
 """How many tokens a step that speculates reads: those that are expected to pay, by how long it takes."""
 
 import itertools
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,10 @@ from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.state import Speculation
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.params import Params, decode_bytes
-from pallas_kernels import device, formats
-from pallas_kernels.qtensor import QTensor
 
 # How long a step takes, by the number of tokens that it reads in all, relative to a step of one: the 8B in
 # Q1_0 on an H200, with its layers in one launch (docs/performance.md). Beyond 256 it grows in proportion.
 TIMES = {1: 1.0, 2: 1.24, 4: 1.40, 8: 1.77, 16: 2.4, 32: 4.0, 64: 5.4, 256: 14.8, 1024: 59}
-# The same of the 1.7B in Q1_0 on two cores of a Xeon (LOG.md, 2026-11-29): with 1-bit weights a step does not
-# wait for memory. K-quants take less: 2.6 and 2.8 for 4 and 8 tokens were slower with a table of their own.
-TIMES_OF_BITS_ON_CPU = {1: 1.0, 2: 1.43, 4: 2.6, 8: 4.6, 12: 6.7, 16: 9.7, 32: 15.8, 1024: 505}
 KEY_TIME = 0.5  # of a byte of keys, relative to one of weights, which come at half of the memory's rate
 MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer that is right less often
 # The most that a draft model may hope for: published pairs of one family are right in 0.6 to 0.85 of cases,
@@ -43,20 +37,12 @@ def key_time(params: Params, cache: KVCache, config: ModelConfig) -> float:
     return KEY_TIME * stored / decode_bytes(params, config)
 
 
-def step_times(params: Params) -> Mapping[int, float]:
-    """The times of this model's steps here, as TIMES has them."""
-    own = jax.tree.leaves(params.layers, is_leaf=lambda node: isinstance(node, QTensor))
-    families = {formats.family(w.format) for w in own if isinstance(w, QTensor) and "w" not in w.fields}
-    return TIMES_OF_BITS_ON_CPU if device.platform() == "cpu" and families == {"bit"} else TIMES
-
-
 def tokens_to_read(
     s: Speculation,
     proposals: Int[Array, "B W-1"],
     running: Bool[Array, "B"],
     keys: float | Float[Array, "B"] = 0.0,
     share: float = 0.0,
-    times: Mapping[int, float] = TIMES,
 ) -> Int[Array, ""]:
     """Which of `widths` the next step reads: the one that is expected to draw most tokens in its time.
 
@@ -66,7 +52,6 @@ def tokens_to_read(
     keys   the time in which a token reads its row's keys (`key_time`): each token of a step does
     share  the time of a step of a draft model: it draws T - 1 tokens one by one, and afterwards reads the
            accepted ones together
-    times  `step_times` of the model
     """
     rows, all_keys = len(running), jnp.where(running, keys, 0).sum()
     # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.
@@ -75,30 +60,28 @@ def tokens_to_read(
         for column in range(narrower - 1, width - 1):
             p = p * s.trust
             tokens = tokens + jnp.where(running & (proposals[:, column] != NO_TOKEN), p, 0)
-        whole = _whole_time(rows, width, share, times)
-        time = (whole + width * all_keys) / (_time(rows, times) + all_keys)
+        time = (_whole_time(rows, width, share) + width * all_keys) / (_time(rows) + all_keys)
         gain = tokens.sum() / jnp.maximum(running.sum(), 1) / time
         choice, best = jnp.where(gain > best, number, choice), jnp.maximum(gain, best)
     return choice
 
 
-def could_pay(rows: int, most: int, share: float, times: Mapping[int, float] = TIMES) -> bool:
+def could_pay(rows: int, most: int, share: float) -> bool:
     """Whether some step of up to `most` tokens would pay if each proposal were right with probability BEST.
     Arguments as for `tokens_to_read`."""
 
     def gain(width):
         tokens = sum(BEST**n for n in range(width))
-        return tokens * _time(rows, times) / _whole_time(rows, width, share, times)
+        return tokens * _time(rows) / _whole_time(rows, width, share)
 
     return any(gain(width) > MARGIN for width in widths(most)[1:])
 
 
-def _whole_time(rows: int, width: int, share: float, times: Mapping[int, float]) -> float:
+def _whole_time(rows: int, width: int, share: float) -> float:
     """The time of a step that reads `width` tokens of each row, with that of drafting and following them."""
-    together = _time(rows * width, times)
-    return together + share * ((width - 1) * _time(rows, times) + together)
+    return _time(rows * width) + share * ((width - 1) * _time(rows) + _time(rows * width))
 
 
-def _time(tokens: int, times: Mapping[int, float]) -> float:
+def _time(tokens: int) -> float:
     """The time of a step that reads this number of tokens in all, relative to a step of one."""
-    return float(np.interp(tokens, list(times), list(times.values())))
+    return float(np.interp(tokens, list(TIMES), list(TIMES.values())))

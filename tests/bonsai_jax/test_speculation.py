@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import jitted, proposers, sampling, speculation, step_width, steps
+from bonsai_jax.decoding import jitted, proposers, sampling, speculation, steps
 from bonsai_jax.decoding.proposers import ngram
 from bonsai_jax.decoding.state import Speculation
 from bonsai_jax.network import decoder
@@ -309,20 +309,6 @@ def test_a_step_reads_what_draws_most_in_its_time(trust, proposals, running, tok
     given = jnp.where(jnp.arange(width - 1) < proposals, 5, NONE) * jnp.ones((len(trust), 1), jnp.int32)
     chosen = speculation.tokens_to_read(trusting(*trust, width=width), given, jnp.array(running))
     assert speculation.widths(width)[chosen] == tokens
-
-
-@pytest.mark.parametrize(("trust", "tokens"), [(0.7, 1), (0.9, 4), (1.0, 8)])
-def test_a_step_of_1_bit_weights_on_a_cpu_reads_what_pays_there(trust, tokens):
-    """Four tokens take 2.6 steps there, so 1 + 0.7 + 0.49 + 0.343 = 2.533 do not pay."""
-    model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(weights="packed"))
-    times = speculation.step_times(model.params)
-    given, running = jnp.full((1, 7), 5), jnp.array([True])
-    chosen = speculation.tokens_to_read(trusting(trust, width=8), given, running, times=times)
-    assert speculation.widths(8)[chosen] == tokens
-    others = ("synth:tiny-llama:q4_k_m", "packed"), ("synth:tiny-qwen3:q1_0", "decoded")
-    for source, weights in others:
-        other = bj.load(source, bj.RunConfig(weights=weights))
-        assert speculation.step_times(other.params) is step_width.TIMES
 
 
 def test_a_step_after_many_keys_reads_less():

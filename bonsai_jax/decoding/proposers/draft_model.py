@@ -44,11 +44,10 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
     """
     s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
     all_proposed, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
-    times = step_width.step_times(params)
-    if not step_width.could_pay(rows, count + 1, share, times):
+    if not step_width.could_pay(rows, count + 1, share):
         return jnp.full_like(all_proposed, NO_TOKEN), state
     keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
-    choice = step_width.tokens_to_read(s, all_proposed, running, keys, share, times)
+    choice = step_width.tokens_to_read(s, all_proposed, running, keys, share)
     counts = [width - 1 for width in step_width.widths(count + 1)]
 
     def draw(logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -78,8 +77,7 @@ def follow(
     config: Any,
 ) -> DraftModelState:
     """The draft model's state after these tokens; as it was where drafting could not even pay for one row."""
-    times = step_width.step_times(params)
-    if not step_width.could_pay(1, STEP_TOKENS, time(params, config), times):
+    if not step_width.could_pay(1, STEP_TOKENS, time(params, config)):
         return state.speculation.draft
     return _read(params, state, tokens, positions, config)[1]
 
@@ -95,8 +93,7 @@ def follow_and_guess(
     `propose` draws; NO_TOKEN after the others. No guesses where drafting could not pay for so many rows."""
     (rows, width), most = tokens.shape, state.speculation.width
     guesses = jnp.full((rows, width), NO_TOKEN, jnp.int32)
-    times = step_width.step_times(params)
-    if not step_width.could_pay(rows, most, time(params, config), times):
+    if not step_width.could_pay(rows, most, time(params, config)):
         return follow(params, state, None, tokens, positions, config), guesses
     hidden, own = _read(params, state, tokens, positions, config)
     checked = min(CHECKED, width)
