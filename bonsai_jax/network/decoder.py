@@ -280,7 +280,7 @@ def _as_rows(params: Params, tokens: jax.Array, cache: KVCache, config: ModelCon
     if cache.chunk is not None:
         return False
     schedule = params.step.schedule(B * T)
-    if schedule == "launches":
+    if schedule == "launches" or recurrent:
         return B * T <= STEP_TOKENS
     from bonsai_jax.network.fused import reads_together  # only GPUs need it
 

@@ -216,15 +216,15 @@ def layer_gemms(
         kind, w, index = kinds.get(layer.mixer.kind), place.weights, place_index(place)
         (stack,), output = (getattr(w, name) for name in kind.PRODUCTS)  # joined: problems.Step
         at = layer.mixer.kind, place.group
-        state, gates, passed = cache.states[at[0]][at[1]], None, {}
-        if passes := layer.mixer.kind == "delta_net" and kind.rounds(place, state):
+        state, gates, options = cache.states[at[0]][at[1]], None, {}
+        if rounds := layer.mixer.kind == "delta_net" and kind.rounds(place, state):
             gates = kind.dense_gates(w.gates)
         before = functools.partial(kernels.mixer_inputs, layer=index, eps=eps, rows=rows)
         made, x, sums = jax.custom_batching.sequential_vmap(before)(parts, stack, w.norm, gates)
-        if passes:
-            passed = {"gates": sums, "integers": kernels.rounds_for(output, index, rows)}
+        if rounds:
+            options = {"gates": sums, "integers": kernels.rounds_for(output, index, rows)}
         made = kernels.joined(made, rows)[:, None]
-        y, state, workspace = kind.mix(made, x[:, None], place, state, spaces.get(at), **passed)
+        y, state, workspace = kind.mix(made, x[:, None], place, state, spaces.get(at), **options)
         cache = cache.with_state(*at, state)
         spaces = spaces if workspace is None else {**spaces, at: workspace}
         after = functools.partial(after_mixer, at=index, index=place_index(channels_place))

@@ -171,9 +171,10 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
     assert np.linalg.norm((passed[0] - x)[there]) < 0.02 * np.linalg.norm(x[there])
 
 
-@pytest.mark.parametrize(("rows", "state_dtype"), [(3, "float32"), (8, "float16")])
+@pytest.mark.parametrize(("rows", "state_dtype"), [(3, "float32"), (4, "float32"), (8, "float16")])
 def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeypatch):
-    """Of a model with delta nets and attention in Q1_0, from the first token on, in lockstep."""
+    """Of a model with delta nets and attention in Q1_0, in lockstep: several sequences, each behind its own
+    number of tokens, and four tokens of one or two sequences, which are as many rows."""
     tiny = synth.MODELS["tiny-qwen35"]
     delta = dataclasses.replace(tiny.delta, k_heads=2, v_heads=4, head_dim=128)
     monkeypatch.setitem(synth.MODELS, "tiny-qwen35", dataclasses.replace(tiny, delta=delta))
@@ -181,6 +182,7 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeyp
     monkeypatch.setattr(execute, "_with_rows_of_vmap", lambda f: f)
     monkeypatch.setattr(execute, "differentiated", lambda op, exactly: op)
     ids, of_each = np.random.default_rng(rows).integers(0, 256, (rows, 4)), []
+    together = rows // 4  # sequences of four tokens
     for schedule in ("launches", "layer_gemms"):
         with as_on_a_gpu((9, 0)):
             run = bj.RunConfig(
@@ -194,7 +196,17 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeyp
                 for i in range(ids.shape[1]):
                     tokens, at = jnp.asarray(ids[:, i : i + 1], jnp.int32), jnp.full((rows, 1), i, jnp.int32)
                     x, cache, _ = decoder.decoder(model.params, tokens, at, cache, model.config, i + 1)
-                    out.append(np.asarray(x))
-        of_each.append(np.stack(out))
+                    out.append(np.asarray(x)[:, 0])
+                if together:
+                    cache = kv.empty(model.config, model.run, together, 64)
+                    at = jnp.arange(4, dtype=jnp.int32) + jnp.zeros((together, 1), jnp.int32)
+                    for first in (0, 4):
+                        tokens = jnp.asarray(ids[:together] + first, jnp.int32)
+                        x, cache, _ = decoder.decoder(
+                            model.params, tokens, at + first, cache, model.config, first + 4
+                        )
+                        out.append(np.asarray(x).reshape(4 * together, -1))
+        of_each.append(np.concatenate(out))
     before, after = of_each
+    assert np.isfinite(before).all()
     assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)

@@ -255,9 +255,9 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
 
 def rounds(place: Place, state: State) -> bool:
     """Whether `mix` can leave its output as integers, of groups of 128 in whole fours, and finish gates that
-    were begun."""
-    settings = place.settings
-    return state.impl == "delta_step" and settings.v_dim == 128 and settings.v_heads % 4 == 0
+    were begun: of one token of each sequence."""
+    fours = place.settings.v_dim == 128 and place.settings.v_heads % 4 == 0
+    return fours and state.impl == "delta_step" and place.tokens == 1
 
 
 def mix(
