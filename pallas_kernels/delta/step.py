@@ -36,15 +36,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.causal_conv import inputs as convolved
+from pallas_kernels.delta import step_gates, step_state
 from pallas_kernels.delta.reference import Gates, GateSums
+from pallas_kernels.delta.step_state import THREADS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import silu
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
-    as_real,
-    as_word,
     exp,
-    f32,
     fma,
     index,
     integer,
@@ -54,17 +53,13 @@ from pallas_kernels.gpu.values import (
     real,
     rsqrt,
     select,
-    sum_of_squares,
     total,
 )
 from pallas_kernels.matmul.bit_mma import activations, quantize_rows
 from pallas_kernels.matmul.bit_mma.product import GROUP
 
 Integers = Literal["few", "many"]
-THREADS = 256
-WARPS = THREADS // 32
 MOST_IN_REGISTERS = 1  # blocks for each multiprocessor; with more, S is in shared memory
-GATES_TOGETHER = 4  # tokens whose parts of gates there are registers for
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
@@ -154,7 +149,7 @@ def delta_step(
         scratch={
             "u_smem": words(tokens * (2 * K + V)),
             "squares_smem": words(tokens * ((2 * K + V) // 32)),
-            "gates_smem": words(tokens * 3 * WARPS),
+            "gates_smem": words(tokens * 3 * step_gates.WARPS),
             "products_smem": words(2 * groups * V),
             "d_smem": words(V),
             "o_smem": words(V // 32),
@@ -240,9 +235,9 @@ class _Head:
         self.c, self.group = self.thread % (self.V // 4), self.thread // (self.V // 4)
         self.count = self.K * self.V // (4 * THREADS)
         self.first = self.group * self.count
-        self.part = _InRegisters()
+        self.part = step_state.InRegisters()
         if state_smem is not None:
-            self.part = _InSharedMemory(state_smem, self.thread, self.count)
+            self.part = step_state.InSharedMemory(state_smem, self.thread, self.count)
         self.channels = _Channels(head, self.heads, self.K, self.V, tails.type.shape[3], grouped)
 
     def run(self, read):
@@ -264,7 +259,9 @@ class _Head:
                 self._z(token),
                 lambda: None,
                 lambda i: S[4 * i : 4 * i + 4],
-                lambda i, row: new.extend(_numbers(_words(row, self.states))),  # as if it had been stored
+                lambda i, row: new.extend(
+                    step_state.numbers(step_state.words(row, self.states))
+                ),  # as if it had been stored
             )
             return new
 
@@ -278,7 +275,7 @@ class _Head:
 
     def _store(self, i: int, row: list):
         if self.stores:
-            words = _words(row, self.states)
+            words = step_state.words(row, self.states)
             stored = lanes.vector_of(words, self.states.type.element_type, len(row) // len(words))
             memory.store_stored(stored, self.states, self._place(i))
 
@@ -291,9 +288,9 @@ class _Head:
         seen = [_Seen.load(self, first) for first in range(0, self.channels.count, THREADS)]
         rounds, parts = [], []
         if self.to_make is not None:
-            begins = range(0, self.tokens, GATES_TOGETHER)
-            rounds = [range(first, min(first + GATES_TOGETHER, self.tokens)) for first in begins]
-            parts = _parts_of_gates(self, rounds[0])
+            begins = range(0, self.tokens, step_gates.GATES_TOGETHER)
+            rounds = [range(first, min(first + step_gates.GATES_TOGETHER, self.tokens)) for first in begins]
+            parts = step_gates.parts_of_gates(self, rounds[0])
         self.gamma, self.dt, self.decay = (
             memory.load(self.weights[name], self.layer, at)
             for name, at in (("norm", self.column), ("dt", self.head), ("decay", self.head))
@@ -301,9 +298,9 @@ class _Head:
         for some in seen:
             some.convolve(self)
         if self.sums is not None:
-            _add_sums(self)
+            step_gates.add_sums(self)
         for i, some in enumerate(rounds):
-            _sum_gates(_parts_of_gates(self, some) if i else parts, some, self.gates_smem)
+            step_gates.sum_parts(step_gates.parts_of_gates(self, some) if i else parts, some, self.gates_smem)
 
     def _token(self, token, z, wait: Callable, load: Callable, use: Callable):
         """The recurrence of a token, and its output.
@@ -339,7 +336,7 @@ class _Head:
                 if self.to_make is None
                 else self.to_make.x.type.shape[-1]
             )
-            alpha, beta = _gates(self.gates_smem, token, columns, self.eps)
+            alpha, beta = step_gates.alpha_and_beta(self.gates_smem, token, columns, self.eps)
         retained = exp(self.decay * _softplus(alpha + self.dt))
         b = lanes.reciprocal(exp(-beta) + 1)
         per_q, per_k = (
@@ -379,71 +376,6 @@ class _Head:
             use(i, [fma(k[i], e, retained * s) for e, s in zip(d, load(i), strict=True)])
         mean = total([memory.load(self.o_smem, w) for w in range(V // 32)]) * (1 / V)
         self.store(o * rsqrt(mean + self.eps) * self.gamma * silu(z), token)
-
-
-def _words(row: list, states) -> list:
-    """4 neighbouring numbers of S as they are stored, to nearest; what is beyond the largest float16 as
-    that."""
-    if states.type.element_type == f32():
-        return [as_word(v) for v in row]
-    return [lanes.half_pair(*row[at : at + 2], saturated=True) for at in (0, 2)]
-
-
-def _numbers(words: list) -> list:
-    """4 numbers of S, of four words or of two."""
-    return list(map(as_real, words)) if len(words) == 4 else [v for word in words for v in lanes.halves(word)]
-
-
-class _InRegisters:
-    """A thread's part of S, rows of 4 neighbouring columns, in the words that are stored: what is converted
-    is waited for."""
-
-    def ask(self, states, places: list, condition):
-        """Ask for the rows at these places, or have zeros where the condition does not hold."""
-        each = lanes.bits_of(states.type.element_type) // 8
-        flat = lanes.choose(
-            condition,
-            lambda: [w for place in places for w in lanes.words(memory.load_stored(4, states, place))],
-            [integer(0)] * (each * len(places)),
-        )
-        self.rows = [flat[at : at + each] for at in range(0, len(flat), each)]
-
-    def wait(self):
-        """Until they are there."""
-
-    def load(self, i: int) -> list:
-        """Row i."""
-        return _numbers(self.rows[i])
-
-
-class _InSharedMemory:
-    """The same; nobody else reads a thread's part, so no barrier is needed."""
-
-    def __init__(self, smem, thread, count: int):
-        """count: rows of a thread."""
-        self.smem, self.thread = smem, thread
-        self.each = smem.type.shape[0] // (THREADS * count)  # words of a row
-
-    def _place(self, i: int) -> list:
-        return [self.thread * self.each + i * (self.each * THREADS)]
-
-    def ask(self, states, places: list, condition):
-        size = 4 * self.each
-        with lanes.when(condition):
-            target = memory.shared_address(self.smem) + integer(self.thread) * size
-            for i, place in enumerate(places):
-                source = memory.address_of(states, place)
-                memory.copy_async(target, source, size, i * size * THREADS, source_at=0)
-        with lanes.when(~condition):
-            for i in range(len(places)):
-                memory.store_words([integer(0)] * self.each, self.smem, self._place(i))
-        memory.commit_copies()
-
-    def wait(self):
-        memory.wait_copies(0)
-
-    def load(self, i: int) -> list:
-        return _numbers(memory.load_words(self.each, self.smem, self._place(i)))
 
 
 class _Channels:
@@ -508,67 +440,6 @@ class _Seen:
                 memory.store(u, head.u_smem, self.i + token * channels.count)
                 with lanes.when(lanes.thread() % 32 == 0):
                     memory.store(squares, head.squares_smem, self.i // 32 + token * (channels.count // 32))
-
-
-def _parts_of_gates(head: _Head, tokens: range) -> list:
-    """This thread's parts of the x of these tokens, of gamma and of the rows of both gates; zeros of x behind
-    its end."""
-    gates = head.to_make
-    hidden, parts = gates.x.type.shape[-1], []
-    for first in range(0, hidden, 4 * THREADS):
-        at = lanes.thread() * 4 + first
-        inside = at < hidden
-        start = select(inside, at, 0)
-        places = [(gates.x, [head.own, head.row, token, start]) for token in tokens]
-        places.append((gates.gamma, [head.layer, start]))
-        places += [(gates.weights, [head.layer, head.head + which * head.heads, start]) for which in (0, 1)]
-        *each_x, gamma, alpha, beta = (memory.load_reals(4, ref, place) for ref, place in places)
-        each_x = [[select(inside, v, 0.0) for v in x] for x in each_x]
-        parts.append((each_x, gamma, (alpha, beta)))
-    return parts
-
-
-def _sum_gates(parts: list, tokens: range, gates_smem):
-    """Of each token and each warp: the sum of squares of its part of x, and its part of both gates'
-    products."""
-    for i, token in enumerate(tokens):
-        sums = [real(0)] * 3
-        for each_x, gamma, rows in parts:
-            x = each_x[i]
-            sums[0] = sum_of_squares(x, sums[0])
-            normed = [v * g for v, g in zip(x, gamma, strict=True)]
-            for which, w in enumerate(rows):
-                for a, e in zip(normed, w, strict=True):
-                    sums[1 + which] = fma(a, e, sums[1 + which])
-        _store_sums(sums, token, gates_smem)
-
-
-def _add_sums(head: _Head):
-    """Of each warp the sum over its groups: of squares, and of both gates' products."""
-    products, squares = head.sums
-    groups, thread = products.type.shape[0], lanes.thread()
-    sums = [real(0)] * 3
-    for first in range(0, groups, THREADS):
-        group = minimum(thread + first, groups - 1)
-        own = [memory.load(squares, group, head.row)]
-        own += [memory.load(products, group, head.row, head.head + i * head.heads) for i in (0, 1)]
-        sums = [so_far + select(thread + first < groups, v, 0.0) for so_far, v in zip(sums, own, strict=True)]
-    _store_sums(sums, 0, head.gates_smem)
-
-
-def _store_sums(sums: list, token: int, gates_smem):
-    for which, s in enumerate(map(lanes.warp_sum_real, sums)):
-        with lanes.when(lanes.thread() % 32 == 0):
-            memory.store(s, gates_smem, lanes.thread() // 32 + (3 * token + which) * WARPS)
-
-
-def _gates(gates_smem, token, hidden: int, eps: float):
-    squares, alpha, beta = (
-        total([memory.load(gates_smem, token * (3 * WARPS) + (i * WARPS + w)) for w in range(WARPS)])
-        for i in range(3)
-    )
-    per_x = rsqrt(squares * (1 / hidden) + eps)
-    return alpha * per_x, beta * per_x
 
 
 def _softplus(x):

@@ -84,13 +84,11 @@ def _quantize_row(
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp, lane, count = thread // 32, thread % 32, columns // GROUP
-    groups = [warp + first for first in range(0, width // GROUP, warps)]
-    in_row = [
-        None if first + warps <= count else group < count
-        for group, first in zip(groups, range(0, width // GROUP, warps), strict=True)
-    ]
-    # Lanes e of four have each fourth byte of their columns once these are exchanged. Warps behind the row's
-    # end load its last group.
+    firsts = range(0, width // GROUP, warps)
+    groups = [warp + first for first in firsts]
+    in_row = [None if first + warps <= count else warp + first < count for first in firsts]
+    # Columns of four neighbouring lanes are 8 apart, so that they have the bytes of each other's words
+    # (_exchanged). Warps behind the row's end load its last group.
     first_column = lane // 8 * 32 + lane % 4 * 8 + lane // 4 % 2 * 4
     starts = [index(minimum(group, count - 1) * GROUP + first_column) for group in groups]
 
