@@ -10,10 +10,10 @@ and writes the residual stream once. For weights of 1 bit a block of attention r
 groups of 128 outputs of a row. Others want the largest of a whole row, and a launch for it. Where q, k and v
 differ in format they are a product each, of activations that are rounded once for all.
 
-Layers that mix tokens by something else than plain attention, a delta net above all, go through `inputs` and
-`outputs`, with that between them (network/fused.py). A delta net of 1-bit weights rounds what it makes, too.
-Up to 8 rows of 1-bit weights have other kernels: quantize_rows, which begins the delta net's gates as well,
-and bit_decode_s8.
+Layers that mix tokens by something else than plain attention, a delta net above all, go through
+`mixer_inputs` and `after_mixer`, with that between them (network/fused.py). A delta net of 1-bit weights
+rounds what it makes, too. Up to 8 rows of 1-bit weights have other kernels: quantize_rows, which begins the
+delta net's gates as well, and bit_decode_s8.
 """
 
 import itertools
