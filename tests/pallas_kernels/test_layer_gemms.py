@@ -171,10 +171,17 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
     assert np.linalg.norm((passed[0] - x)[there]) < 0.02 * np.linalg.norm(x[there])
 
 
-@pytest.mark.parametrize(("rows", "state_dtype"), [(3, "float32"), (4, "float32"), (8, "float16")])
-def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeypatch):
-    """Of a model with delta nets and attention in Q1_0, in lockstep: several sequences, each behind its own
-    number of tokens, and four tokens of one or two sequences, which are as many rows."""
+@pytest.mark.parametrize(
+    ("name", "rows", "state_dtype"),
+    [
+        *(("tiny-qwen35", 3, "float32"), ("tiny-qwen35", 4, "float32"), ("tiny-qwen35", 8, "float16")),
+        ("tiny-smollm3", 5, "float32"),  # layers with rope and without
+        ("tiny-mistral3", 8, "float32"),  # queries with a temperature
+    ],
+)
+def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, state_dtype, monkeypatch):
+    """Of models in Q1_0 with delta nets, or with attention that is not the same in all layers, in lockstep:
+    several sequences, and four tokens of one or two sequences, which are as many rows."""
     tiny = synth.MODELS["tiny-qwen35"]
     delta = dataclasses.replace(tiny.delta, k_heads=2, v_heads=4, head_dim=128)
     monkeypatch.setitem(synth.MODELS, "tiny-qwen35", dataclasses.replace(tiny, delta=delta))
@@ -189,8 +196,8 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(rows, state_dtype, monkeyp
                 cache_dtype="float32", state_dtype=state_dtype, schedule=schedule, weights="packed",
                 batch_size=rows, context=64,
             )  # fmt: skip
-            model = bj.load("synth:tiny-qwen35:q1_0", run)
-            assert model.params.step.schedule(rows) == schedule
+            model = bj.load(f"synth:{name}:q1_0", run)
+            assert model.params.step.schedule(rows) == schedule and not model.params.step.plain
             cache, out = kv.empty(model.config, model.run, rows, 64), []
             with lockstep(), jax.disable_jit():
                 for i in range(ids.shape[1]):
