@@ -337,6 +337,33 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     assert memory.alias_size_in_bytes >= 4 * delta.s.size + 2 * 2 * attention.k.size
 
 
+@pytest.mark.parametrize(("rows", "state_dtype"), [(8, "float16"), (32, "float32")])
+def test_several_rows_of_delta_nets_are_eight_launches_a_layer_and_copy_nothing(
+    rows, state_dtype, monkeypatch
+):
+    """Bonsai 27B's first four layers in Q1_0, one of them with attention, whose outputs a launch of their own
+    rounds: nothing of XLA's stands between launches, but a sum at the end and one of attention's inputs."""
+    four = dataclasses.replace(synth.MODELS["bonsai-27b"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-27b", four)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-27b:q1_0", rows=rows)
+        assert params.step.schedule(rows) == "layer_gemms"
+        (delta,) = state.cache.states["delta_net"]
+        delta = delta.replace(s=jax.ShapeDtypeStruct(delta.s.shape, state_dtype))
+        state = state.replace(cache=state.cache.with_state("delta_net", 0, delta))
+        compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    # The output matrix, before which more rows are rounded, and a draw in two.
+    assert text.count(LAUNCH) == 3 * 8 + 9 + (1 if rows <= 8 else 2) + 2
+    entry = text[text.index("ENTRY") :]
+    additions = re.findall(r"%(?:loop|wrapped)_add\S* = f32\[", entry)
+    assert 1 <= len(additions) <= 3 and " copy(" not in entry, additions
+    pages = state.cache.states["attention"][0].k
+    states = delta.s.size * delta.s.dtype.itemsize
+    assert memory.alias_size_in_bytes >= states + 2 * 2 * pages.size
+    assert memory.temp_size_in_bytes < 4 * rows * config.vocab_size + 2e6
+
+
 def test_experts_are_read_in_place(monkeypatch):
     """Of steps in one launch, of one of nine rows and of 512 tokens: no stack is copied, and no
     layer's experts are dequantized. Layers of Qwen3-30B-A3B, but two, whose down differ in format."""
