@@ -120,7 +120,8 @@ def delta_step(
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
     stored_words = K * V * states.dtype.itemsize // 4
     in_registers = tokens == 1 and layers * rows * heads <= MOST_IN_REGISTERS * device.multiprocessors()
-    by_kind = {kind: gates if isinstance(gates, kind) else None for kind in (Gates, GateSums)}
+    to_make = gates if isinstance(gates, Gates) else None
+    sums = gates if isinstance(gates, GateSums) else None
     results: dict[str, Any] = {"y": jax.ShapeDtypeStruct((layers, rows, tokens, heads * V), jnp.float32)}
     if integers is not None:
         if V != GROUP or heads % 4 or tokens * layers > 1:
@@ -133,9 +134,9 @@ def delta_step(
         functools.partial(_body, eps=eps, grouped=grouped, stores=stores, integers=integers),
         {
             "qkv_z": qkv_z,
-            "made": gates if not any(by_kind.values()) else None,
-            "to_make": by_kind[Gates],
-            "sums": by_kind[GateSums],
+            "made": gates if to_make is None and sums is None else None,
+            "to_make": to_make,
+            "sums": sums,
             "states": states if states_ref is None else states_ref,
             "tails": tails if tails_ref is None else tails_ref,
             "positions": positions,
@@ -178,7 +179,8 @@ def _body(*, qkv_z, states, positions, first_layer, integers, y=None, y_smem=Non
     if layers > 1:
         row, own = row % rows, row // rows
         layer = layer + own
-    rounded = {name: rest.pop(name) for name in [name for name in rest if name.endswith("_gmem")]}
+    # Results, by the names that both store_group have.
+    rounded = {name: rest.pop(name) for name in list(rest) if name.endswith("_gmem")}
 
     def store(value, token):
         """The output of each of the first V threads."""

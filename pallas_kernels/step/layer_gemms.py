@@ -96,16 +96,13 @@ def mixer_inputs(
     made, sums = [], None
     for _, group in itertools.groupby(_pieces(weights, layer), lambda piece: _gemm(piece[0], rows)):
         pieces = list(group)
-        if _gemm(pieces[0][0], rows) is decode_s8:
-            rounded, summed, products = decode_s8.prologue(
-                x, [w for w, _ in pieces], layer, norm, eps, rows, gates
-            )
-            sums = sums if products is None else GateSums(products, rounded.quantized.squares)
-            made += [decode_s8.gemm(rounded, [w], at) for w, at in pieces]
+        if gates is not None and _gemm(pieces[0][0], rows) is decode_s8:
+            each = [w for w, _ in pieces]
+            rounded, summed, products = decode_s8.prologue(x, each, layer, norm, eps, rows, gates)
+            activations, sums = [rounded], GateSums(products, rounded.quantized.squares)
         else:
             *activations, summed = _rounded(x, pieces, layer, norm, eps, rows)
-            made += [_product(activations, [piece], rows) for piece in pieces]
-        assert summed is not None
+        made += [_product(activations, [piece], rows) for piece in pieces]
         x = Parts(summed[None])
     return made, x.parts[0], sums
 
@@ -162,11 +159,7 @@ def _product(activations: Any, pieces: "Pieces", rows: int, activation: Activati
 def _rounded(x, pieces: "Pieces", layer: int, norm, eps: float, rows: int) -> list[Any]:
     """x as the GEMM with each of the pieces wants it; of Parts also their sum."""
     weights = [w for w, _ in pieces]
-    gemm = _gemm(weights[0], rows)
-    if gemm is not decode_s8:
-        return [*gemm.prologue(x, weights, layer, norm, eps, rows)]
-    rounded, summed, _ = decode_s8.prologue(x, weights, layer, norm, eps, rows)
-    return [rounded] if summed is None else [rounded, summed]
+    return [*_gemm(weights[0], rows).prologue(x, weights, layer, norm, eps, rows)]
 
 
 Pieces = list[tuple[QTensor, int]]  # rows below rows: stacks of layers, and the index into each

@@ -214,7 +214,7 @@ def test_states_in_16_bits_predict_nearly_the_same():
 
 
 def test_numbers_of_a_state_beyond_those_of_float16_are_the_largest():
-    """Values near 1e6 of which hardly anything is forgotten: read as a chunk, then one more token."""
+    """Values near 1e6, and decays near 1, so that the state grows. A chunk is read, then one more token."""
     weights = {
         "conv": jnp.zeros((1, 256, 4)).at[:, :, -1].set(1.0),
         "norm": jnp.ones((1, 64)),

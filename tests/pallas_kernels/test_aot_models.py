@@ -198,8 +198,8 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
 
 
 def speculative_step(source, tokens):
-    """A step that reads so many tokens of one sequence, a plain step of as many sequences, both compiled, and
-    the state of the first."""
+    """Two compiled steps, and the state of the first: one reads several tokens of a sequence, the other is
+    plain and reads a token of as many sequences."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:{source}")
         started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "ngram"))

@@ -1,5 +1,6 @@
 """Kernels compile under vmap and where derivatives are taken."""
 
+import dataclasses
 import functools
 import math
 
@@ -10,6 +11,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import training
 from bonsai_jax.decoding import steps as core
+from checkpoints import synth
 from pallas_kernels import Products, QTensor, experts_ffn, for_device, formats, gated, matmul
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_gpu, shapes
 from tests.pallas_kernels.aot_kernels import stack_of_experts
@@ -65,10 +67,21 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
     assert " while(" not in compiled.as_text()
 
 
-def test_steps_of_several_caches_compile_under_vmap():
-    """As for seeds, each with a state of its own."""
+@pytest.mark.parametrize(
+    ("source", "rows", "schedule"),
+    [
+        ("tiny-qwen3:q1_0", 1, "one_launch"),
+        ("bonsai-27b:q1_0", 4, "layer_gemms"),
+        ("bonsai-27b:q1_0", 12, "layer_gemms"),
+    ],
+)
+def test_steps_of_several_caches_compile_under_vmap(source, rows, schedule, monkeypatch):
+    """As for seeds, each with a state of its own; of the 27B four layers, one of them with attention."""
+    four = dataclasses.replace(synth.MODELS["bonsai-27b"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-27b", four)
     with as_on_a_gpu((9, 0)):
-        params, state, config = shapes("synth:tiny-qwen3:q1_0")
+        params, state, config = shapes(f"synth:{source}", rows=rows)
+        assert params.step.schedule(rows) == schedule
         states = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), state)
         step = jax.vmap(lambda params, state: core.step(params, state, config), in_axes=(None, 0))
         compile_for_gpu(step, params, states)

@@ -138,9 +138,9 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
         made, before, sums = layer_gemms.mixer_inputs(
             Parts(x), stacks[0], attn_norm, gates if passes else None, layer=layer, eps=EPS, rows=rows
         )
-        of_gates = sums if passes else Gates(before[:, None], attn_norm, gates)
+        own_gates = sums if passes else Gates(before[:, None], attn_norm, gates)
         y, S, tail = delta_net(
-            layer_gemms.joined(made, rows)[:, None], of_gates, states, tails, positions, layer,
+            layer_gemms.joined(made, rows)[:, None], own_gates, states, tails, positions, layer,
             integers="few" if passes else None, **own, **settings,
         )  # fmt: skip
         after = layer_gemms.after_mixer(
@@ -150,6 +150,9 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
 
     with lockstep(), jax.disable_jit():
         passed, alone = run(True), run(False)
+        *_, sums = layer_gemms.mixer_inputs(
+            Parts(x), stacks[0], attn_norm, gates, layer=layer, eps=EPS, rows=rows
+        )
     there = positions[:, 0] >= 0
     for a, b in zip(passed, alone, strict=True):
         a, b = (np.float64(v)[:, there] if v.ndim > 2 else np.float64(v)[there] for v in (a, b))
@@ -162,6 +165,8 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
     norm = lambda x, gamma: x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * gamma  # noqa: E731
     x = np.float64(x).sum(0)[:rows]
     np.testing.assert_allclose(passed[3], x, atol=1e-5)
+    begun = np.asarray(sums.made(EPS))[:, 0]  # as the reference finishes them
+    np.testing.assert_allclose(begun, norm(x, attn_norm[layer]) @ gates[layer].T, atol=2e-5)
     qkv_z = norm(x, attn_norm[layer]) @ w_in.T
     args = qkv_z[:, None], Gates(x[:, None], attn_norm, gates), states, tails, positions, layer
     y, *_ = of_float64(args, own, False)
@@ -188,7 +193,7 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, state_dtype, m
     # What vmap and derivatives would make of a product traces it.
     monkeypatch.setattr(execute, "_with_rows_of_vmap", lambda f: f)
     monkeypatch.setattr(execute, "differentiated", lambda op, exactly: op)
-    ids, of_each = np.random.default_rng(rows).integers(0, 256, (rows, 4)), []
+    ids, outputs = np.random.default_rng(rows).integers(0, 256, (rows, 4)), []
     together = rows // 4  # sequences of four tokens
     for schedule in ("launches", "layer_gemms"):
         with as_on_a_gpu((9, 0)):
@@ -213,7 +218,7 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, state_dtype, m
                             model.params, tokens, at + first, cache, model.config, first + 4
                         )
                         out.append(np.asarray(x).reshape(4 * together, -1))
-        of_each.append(np.concatenate(out))
-    before, after = of_each
+        outputs.append(np.concatenate(out))
+    before, after = outputs
     assert np.isfinite(before).all()
     assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import SILU, Products, device
-from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8
+from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8, quantize_rows
+from pallas_kernels.matmul.prologue import Parts
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -105,3 +106,32 @@ def test_blocks_of_one_row_are_shared_out_to_the_multiprocessors_at_hand(gpu, ti
     sizes = (12288, 4096, 1), (4096, 12288, 1), (5120, 17408, 1), (17408, 5120, 2)
     plans = [decode_b1.RowByRow.plan(1, k, n // 16, k // 256, matrices) for n, k, matrices in sizes]
     assert tuple(plan.tiles for plan in plans) == tiles
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "N", "splits", "residual"), [(3, 72, 2, True), (8, 96, 1, False), (5, 7, 3, True)]
+)
+def test_rows_are_added_rounded_and_multiplied_group_by_group(rows, N, splits, residual, dtype):
+    """Of parts of x: their sum; gamma x in integers, as of the sum alone; its products with rows of numbers
+    of three types, in one block and in several for each group, the last of which may have fewer rows."""
+    K, layer, rng = 640, 1, np.random.default_rng(rows)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    parts, gamma = draw(splits, 8, K), 1 + draw(2, K) / 9
+    added = draw(rows, K) if residual else None
+    w = jnp.asarray(draw(2, N, K), dtype)
+    layers = jnp.array([0, layer, -1], jnp.int32)
+    with lockstep():
+        quantized, x, products = quantize_rows.quantize_rows(
+            Parts(parts, added), layers, gamma, w=w, rows=rows
+        )
+        alone, *others = quantize_rows.quantize_rows(x, layers, gamma)
+    assert others == [None, None]
+    want = np.float64(parts[:, :rows]).sum(0) + (added if residual else 0)
+    np.testing.assert_allclose(x, want, atol=1e-6)
+    for a, b in zip(quantized, alone, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(quantized.squares[:, :rows].sum(0), (want**2).sum(1), rtol=1e-5)
+    scaled = (want * gamma[layer]).reshape(rows, -1, 128)
+    each = np.einsum("rgk,ngk->grn", scaled, np.float64(w[layer]).reshape(N, -1, 128))
+    np.testing.assert_allclose(products, each, atol=1e-5 * np.abs(each).max())

@@ -95,9 +95,9 @@ def check(got, args, want, limit):
     assert np.isfinite(y).all()
     rows = there.any(axis=1)
     assert states.dtype == states_before.dtype
-    of_states = limit + FLOAT16 * (states.dtype == np.float16)
+    state_limit = limit + FLOAT16 * (states.dtype == np.float16)
     for result, expected, most in (
-        (y[there], wanted_y[there], limit), (states[layer][rows], wanted_S[rows], of_states),
+        (y[there], wanted_y[there], limit), (states[layer][rows], wanted_S[rows], state_limit),
     ):  # fmt: skip
         error = np.linalg.norm(np.float64(result) - expected) / np.linalg.norm(expected)
         print(f"{error:.1e}")

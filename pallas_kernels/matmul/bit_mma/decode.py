@@ -94,12 +94,13 @@ def bit_decode(
     """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps).
-              Or Quantized, for decode_s8.Rounds: so many rows, by gamma already if they are normed
+              Or Quantized, of `rows` rows, for decode_s8.Rounds
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N padded to 16], added to y
     n         N, rows of each matrix; its tiles may have more
     bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
+    normed    of Quantized: whether they are gamma x, and 1 / rms(x) is still to come
     Returns float32 [rows, N].
     """
     if isinstance(x, Quantized):

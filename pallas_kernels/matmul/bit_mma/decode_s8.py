@@ -15,7 +15,7 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -189,14 +189,15 @@ class Rounded(NamedTuple):
 def prologue(
     x: jax.Array | Parts, weights: Sequence[QTensor], layer, gamma: jax.Array | None, eps: float, rows: int,
     beside: jax.Array | None = None,
-) -> tuple[Rounded, jax.Array | None, jax.Array | None]:  # fmt: skip
-    """x, or rms_norm(x; gamma[layer], eps), in 8 bits; of Parts their sum, else None; and the products of
-    gamma x with the rows of beside[layer] of each group (quantize_rows), or None. Columns are whole pairs of
-    groups."""
+) -> list[Any]:  # fmt: skip
+    """x, or rms_norm(x; gamma[layer], eps), in 8 bits: Rounded. Behind it, of Parts their sum, and with
+    `beside` the products of gamma x and the rows of beside[layer], group by group (quantize_rows). Columns
+    are whole pairs of groups."""
     gamma, index = stacks.whole(*stacks.gamma_stack(gamma, layer))
     layers = jnp.stack([jnp.int32(0), index, jnp.int32(-1)])
     quantized, x, products = quantize_rows.quantize_rows(x, layers, gamma, 8, beside, rows)
-    return Rounded(quantized, rows, gamma is not None, eps), x, products
+    rounded = Rounded(quantized, rows, gamma is not None, eps)
+    return [rounded, *(array for array in (x, products) if array is not None)]
 
 
 def gemm(x: Rounded, weights: Sequence[QTensor], part_layer, activation: Activation = SILU) -> jax.Array:

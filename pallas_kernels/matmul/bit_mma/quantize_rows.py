@@ -212,9 +212,9 @@ def _multiply(loaded, w_gmem, layer, first, thread, group, rows, shared_smem, pr
 
 
 def store_group(x: list, row, group, rows: int, q_gmem, scales_gmem, squares_gmem):
-    """By a warp: a group of a row, of which its lanes have activations.columns_of_lane, in 8 bits, to where
-    `quantize_rows` has it, with the same bits but for squares, which nobody has made. Who has row 0 also says
-    which rows are not there."""
+    """Round a group of a row to 8 bits and store it where `quantize_rows` does. A warp calls it; each lane
+    gives the columns that activations.columns_of_lane names. The bits are the same, but squares stay unset.
+    The warp with row 0 also marks rows that are not there."""
     lane, top = integer(lanes.thread()) % 32, 127
     largest = largest_of_group(x, lanes.largest_of_warp)
     q = magic_words(x, top, largest)
