@@ -217,8 +217,7 @@ def decoder(
         return carry, parts
 
     rows, one_token = tokens.shape[0], tokens.shape[1] == 1
-    fused = whole and one_token and not keep_updates
-    schedule, read = params.step.schedule(rows) if fused else "launches", {}
+    schedule = params.step.schedule(rows) if whole and one_token else "launches"
     if schedule != "launches" and params.adapter is not None:
         from bonsai_jax.network.fused import beside_adapter  # only GPUs need it
 
@@ -226,7 +225,13 @@ def decoder(
     if schedule != "launches":
         from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
 
-        x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
+        updates: list[dict[str, Any]] = [{} for _ in config.layers]
+
+        def fused_place_of(number: int, half: Any) -> Place:
+            return place_of(number, half, updates=updates[number] if keep_updates else None)
+
+        x, cache = SCHEDULES[schedule](params, x, cache, fused_place_of, config)
+        read = _by_layer([_of_layer(config, number, own) for number, own in enumerate(updates)])
     elif one_token and params.step.unrolled:
         carry, parts = straight((x, cache, workspaces.empty(config, cache, rows)), range(count))
         (x, cache, _), read = carry, _by_layer(parts)
@@ -368,6 +373,13 @@ def replay(
             place = Place(settings, weights, group, 0, eps, positions, {}, 0, layer_norm=layer_norm)
             cache = cache.with_state(kind, group, kinds.get(kind).replay(own, place, state))
     return cache
+
+
+def _of_layer(config: ModelConfig, number: int, updates: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The updates of a layer's mixer, with an axis of layers and by their names among all."""
+    mixer = config.layers[number].mixer
+    prefix = _update_name(mixer.kind, config.position(number, mixer).group)
+    return {prefix + name: update[None] for name, update in updates.items()}
 
 
 def _update_name(kind: str, group: int) -> str:

@@ -29,19 +29,20 @@ class Gates(NamedTuple):
 
 class GateSums(NamedTuple):
     """Gates that are half made: alpha, beta = sum_g products[g] / sqrt(sum_g squares[g] / (128 G) + eps),
-    over G groups of 128 columns (matmul/bit_mma/quantize_rows.py). For one token a row.
+    over G groups of 128 columns (matmul/bit_mma/quantize_rows.py). Token t of row b is row b T + t of both.
 
     products  of gamma x with the rows of alpha, then of beta
-    squares   of x; rows behind B mean nothing
+    squares   of x; rows behind B T mean nothing
     """
 
-    products: Float[Array, "G B 2*Hv"]
+    products: Float[Array, "G B*T 2*Hv"]
     squares: Float[Array, "G rows"]
 
-    def made(self, eps: float) -> Float[Array, "B 1 2*Hv"]:
-        groups, rows, _ = self.products.shape
+    def made(self, eps: float, tokens: int = 1) -> Float[Array, "B T 2*Hv"]:
+        groups, rows, width = self.products.shape
         mean = self.squares.sum(0)[:rows, None] / (128 * groups)
-        return (self.products.sum(0) * jax.lax.rsqrt(mean + eps))[:, None]
+        gates = self.products.sum(0) * jax.lax.rsqrt(mean + eps)
+        return gates.reshape(rows // tokens, tokens, width)
 
 
 def run(
@@ -53,7 +54,7 @@ def run(
     recur    in place of the recurrence of many tokens (chunks.delta_chunks)
     """
     if isinstance(gates, GateSums):
-        gates = gates.made(eps)
+        gates = gates.made(eps, qkv_z.shape[1])
     if isinstance(gates, Gates):
         x = rms_norm(gates.x, gates.gamma[layer], eps)
         dense = gates.weights[layer].astype(jnp.float32)

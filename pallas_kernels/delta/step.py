@@ -108,8 +108,8 @@ def delta_step(
     have an axis of layers before those of delta_net. Without `stores`, states and tails stay as they are.
     weights: conv, decay, dt and norm by name.
 
-    integers  y is rounded for the product that reads it, of one token a row and heads of 128: "few" as
-              quantize_rows makes Quantized of it, "many" as activations_int8 does
+    integers  y is rounded for the product that reads it, in one layer of heads of 128: "few" as quantize_rows
+              makes Quantized of it, "many" as activations_int8 does; rows are then row * tokens + token
     """
     layers, rows, tokens, _ = qkv_z.shape
     heads, K, V = states.shape[2:]
@@ -124,12 +124,10 @@ def delta_step(
     sums = gates if isinstance(gates, GateSums) else None
     results: dict[str, Any] = {"y": jax.ShapeDtypeStruct((layers, rows, tokens, heads * V), jnp.float32)}
     if integers is not None:
-        if V != GROUP or heads % 4 or tokens * layers > 1:
-            raise NotImplementedError(
-                f"delta_step rounds fours of heads of {GROUP}, of one token in one layer"
-            )
+        if V != GROUP or heads % 4 or layers > 1:
+            raise NotImplementedError(f"delta_step rounds fours of heads of {GROUP}, in one layer")
         few = quantize_rows.results_of(heads * V)
-        results = few if integers == "few" else activations.results_of(rows, heads * V)
+        results = few if integers == "few" else activations.results_of(rows * tokens, heads * V)
     y = launch(
         functools.partial(_body, eps=eps, grouped=grouped, stores=stores, integers=integers),
         {
@@ -195,10 +193,11 @@ def _body(*, qkv_z, states, positions, first_layer, integers, y=None, y_smem=Non
         lanes.block_barrier()
         with lanes.when(lanes.thread(reuse=True) < 32):
             x = [memory.load(y_smem, first + more) for first, more in activations.columns_of_lane(index(0))]
+            place = row * tokens + token
             if integers == "few":
-                quantize_rows.store_group(x, row, head, rows, **rounded)
+                quantize_rows.store_group(x, place, head, rows * tokens, **rounded)
             else:
-                activations.store_group(x, row, head, **rounded)
+                activations.store_group(x, place, head, **rounded)
 
     at = [memory.load(positions, row, token) for token in range(tokens)]
     ended = [integer(position) >= 2**31 for position in at]  # -1: nothing of the token is read, or kept

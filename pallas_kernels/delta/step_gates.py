@@ -48,16 +48,20 @@ def sum_parts(parts: list, tokens: range, gates_smem):
 
 
 def add_sums(head: Any):
-    """Of each warp the sum over its groups: of squares, and of both gates' products."""
+    """Of each token and each warp the sum over its groups: of squares, and of both gates' products."""
     products, squares = head.sums
     groups, thread = products.type.shape[0], lanes.thread()
-    sums = [real(0)] * 3
+    each = [[real(0)] * 3 for _ in range(head.tokens)]
     for first in range(0, groups, THREADS):
         group = minimum(thread + first, groups - 1)
-        own = [memory.load(squares, group, head.row)]
-        own += [memory.load(products, group, head.row, head.head + i * head.heads) for i in (0, 1)]
-        sums = [so_far + select(thread + first < groups, v, 0.0) for so_far, v in zip(sums, own, strict=True)]
-    _store_sums(sums, 0, head.gates_smem)
+        for token, sums in enumerate(each):
+            row = head.row * head.tokens + token
+            own = [memory.load(squares, group, row)]
+            own += [memory.load(products, group, row, head.head + i * head.heads) for i in (0, 1)]
+            pairs = zip(sums, own, strict=True)
+            each[token] = [so_far + select(thread + first < groups, v, 0.0) for so_far, v in pairs]
+    for token, sums in enumerate(each):
+        _store_sums(sums, token, head.gates_smem)
 
 
 def _store_sums(sums: list, token: int, gates_smem):

@@ -177,48 +177,63 @@ def test_a_layer_with_a_delta_net_of_few_rows_passes_integers_on(rows, state_dty
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "state_dtype"),
+    ("name", "rows", "tokens", "state_dtype", "schedule"),
     [
-        *(("tiny-qwen35", 3, "float32"), ("tiny-qwen35", 4, "float32"), ("tiny-qwen35", 8, "float16")),
-        ("tiny-smollm3", 5, "float32"),  # layers with rope and without
-        ("tiny-mistral3", 8, "float32"),  # queries with a temperature
+        ("tiny-qwen35", 3, 1, "float32", "layer_gemms"),
+        ("tiny-qwen35", 4, 4, "float32", "layer_gemms"),
+        ("tiny-qwen35", 8, 4, "float16", "layer_gemms"),
+        ("tiny-qwen35", 2, 2, "float32", "layer_products"),
+        ("tiny-smollm3", 5, 1, "float32", "layer_gemms"),  # layers with rope and without
+        ("tiny-mistral3", 8, 4, "float32", "layer_gemms"),  # queries with a temperature
     ],
 )
-def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, state_dtype, monkeypatch):
+def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, tokens, state_dtype, schedule, monkeypatch):
     """Of models in Q1_0 with delta nets, or with attention that is not the same in all layers, in lockstep:
-    several sequences, and four tokens of one or two sequences, which are as many rows."""
+    several sequences; and several tokens of each sequence, which are as many rows, and of which all but one
+    are accepted."""
     tiny = synth.MODELS["tiny-qwen35"]
     delta = dataclasses.replace(tiny.delta, k_heads=2, v_heads=4, head_dim=128)
     monkeypatch.setitem(synth.MODELS, "tiny-qwen35", dataclasses.replace(tiny, delta=delta))
     # What vmap and derivatives would make of a product traces it.
     monkeypatch.setattr(execute, "_with_rows_of_vmap", lambda f: f)
     monkeypatch.setattr(execute, "differentiated", lambda op, exactly: op)
-    ids, outputs = np.random.default_rng(rows).integers(0, 256, (rows, 4)), []
-    together = rows // 4  # sequences of four tokens
-    for schedule in ("launches", "layer_gemms"):
+    # With these, no activation lies so close to the middle of two integers that it goes to the other.
+    ids, outputs = np.random.default_rng(5).integers(0, 256, (rows, 8)), []
+    for own_schedule in ("launches", schedule):
         with as_on_a_gpu((9, 0)):
             run = bj.RunConfig(
-                cache_dtype="float32", state_dtype=state_dtype, schedule=schedule, weights="packed",
+                cache_dtype="float32", state_dtype=state_dtype, schedule=own_schedule, weights="packed",
                 batch_size=rows, context=64,
             )  # fmt: skip
             model = bj.load(f"synth:{name}:q1_0", run)
-            assert model.params.step.schedule(rows) == schedule and not model.params.step.plain
-            cache, out = kv.empty(model.config, model.run, rows, 64), []
+            assert model.params.step.schedule(rows) == own_schedule and not model.params.step.plain
             with lockstep(), jax.disable_jit():
-                for i in range(ids.shape[1]):
-                    tokens, at = jnp.asarray(ids[:, i : i + 1], jnp.int32), jnp.full((rows, 1), i, jnp.int32)
-                    x, cache, _ = decoder.decoder(model.params, tokens, at, cache, model.config, i + 1)
-                    out.append(np.asarray(x)[:, 0])
-                if together:
-                    cache = kv.empty(model.config, model.run, together, 64)
-                    at = jnp.arange(4, dtype=jnp.int32) + jnp.zeros((together, 1), jnp.int32)
-                    for first in (0, 4):
-                        tokens = jnp.asarray(ids[:together] + first, jnp.int32)
-                        x, cache, _ = decoder.decoder(
-                            model.params, tokens, at + first, cache, model.config, first + 4
-                        )
-                        out.append(np.asarray(x).reshape(4 * together, -1))
-        outputs.append(np.concatenate(out))
-    before, after = outputs
-    assert np.isfinite(before).all()
-    assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)
+                outputs.append([*_one_by_one(model, ids[:, :4]), *_several_at_once(model, ids, tokens)])
+    for before, after in zip(*outputs, strict=True):
+        assert np.isfinite(before).all()
+        assert np.linalg.norm(after - before) < 1e-5 * np.linalg.norm(before)
+
+
+def _one_by_one(model, ids):
+    """Hidden vectors after steps of one token of each sequence."""
+    cache = kv.empty(model.config, model.run, len(ids), 64)
+    for i in range(ids.shape[1]):
+        tokens, at = jnp.asarray(ids[:, i : i + 1], jnp.int32), jnp.full((len(ids), 1), i, jnp.int32)
+        x, cache, _ = decoder.decoder(model.params, tokens, at, cache, model.config, i + 1)
+        yield np.asarray(x)
+
+
+def _several_at_once(model, ids, tokens):
+    """Hidden vectors after two steps of several tokens of each of fewer sequences, as speculation has them."""
+    sequences = len(ids) // tokens
+    """Hidden vectors after two steps of several tokens of each of fewer sequences, as speculation has."""
+    for _ in range(2 if tokens > 1 else 0):
+        at = jnp.arange(first, first + tokens, dtype=jnp.int32) + jnp.zeros((sequences, 1), jnp.int32)
+        x, cache, updates = decoder.decoder(
+            model.params, jnp.asarray(ids[:sequences, first : first + tokens], jnp.int32), at, cache,
+            model.config, first + tokens, keep_updates=True,
+        )  # fmt: skip
+        assert bool(updates) == cache.recurrent
+        first += tokens - 1
+        cache = decoder.replay(model.params, cache, updates, jnp.where(at < first, at, -1), model.config)
+        yield np.asarray(x)

@@ -11,7 +11,9 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network.kinds import delta_net as kind
 from bonsai_jax.network.kinds.place import Place
-from pallas_kernels.delta import STEP_TOKENS, Gates, delta_net, replay, step
+from pallas_kernels.delta import STEP_TOKENS, Gates, GateSums, delta_net, replay, step
+from pallas_kernels.matmul.bit_mma import quantize_rows
+from pallas_kernels.matmul.bit_mma.activations import activations_int8
 from tests.pallas_kernels.lockstep import lockstep
 
 EPS = 1e-6
@@ -186,6 +188,31 @@ def test_a_step_of_several_tokens_is_float64_s(k_heads, v_heads, K, V, grouped, 
         assert error < 1e-6
         np.testing.assert_array_equal(after[0][layer][~rows], states[layer][~rows])
         np.testing.assert_array_equal(np.nan_to_num(after[1][layer]), np.nan_to_num(tail[layer]))
+
+
+@pytest.mark.parametrize(("integers", "tokens"), [("few", 2), ("many", 4)])
+def test_several_tokens_take_begun_gates_and_are_rounded_as_rows(integers, tokens):
+    """Token t of row b is row b T + t: of gates that were begun by groups of columns, and of outputs that are
+    rounded for a product, whose bits are those of a launch that rounds."""
+    (qkv_z, gates, *rest), weights = problem(1, 4, 128, 128, [0, 77, -1, 3], tokens, hidden=256)
+    rest[2][1, 1:] = -1  # positions
+    rows = rest[2].size
+    cut = lambda a: np.swapaxes(a.reshape(-1, 2, 128), 0, 1)  # noqa: E731  [groups, rows, 128]
+    products = np.einsum("grk,gnk->grn", cut(gates.x * gates.gamma[1]), cut(gates.weights[1]))
+    sums = GateSums(jnp.asarray(products), jnp.asarray((cut(gates.x) ** 2).sum(-1)))
+    f = functools.partial(delta_net, eps=EPS, grouped=False, impl="delta_step", **weights)
+    qkv_z, gates, there, *rest = jax.tree.map(jnp.asarray, (qkv_z, gates, rest[2] >= 0, *rest))
+    with lockstep(), jax.disable_jit():
+        (made, *_), (y, *after) = (f(qkv_z, own, *rest) for own in (gates, sums))
+        rounded, *same = f(qkv_z, sums, *rest, integers=integers)
+        flat = jnp.asarray(y).reshape(rows, -1)
+        if integers == "few":
+            want, *_ = quantize_rows.quantize_rows(flat, jnp.zeros(2, jnp.int32), None)
+        else:
+            want = activations_int8(flat)
+    assert np.linalg.norm((made - y)[there]) < 1e-6 * np.linalg.norm(y[there])
+    for got, expected in zip((*same, *rounded[:2]), (*after, *want[:2]), strict=True):
+        np.testing.assert_array_equal(np.nan_to_num(got), np.nan_to_num(expected))
 
 
 @pytest.mark.parametrize("most_in_registers", [1, 0])

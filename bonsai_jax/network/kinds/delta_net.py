@@ -255,9 +255,9 @@ def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
 
 def rounds(place: Place, state: State) -> bool:
     """Whether `mix` can leave its output as integers, of groups of 128 in whole fours, and finish gates that
-    were begun: of one token of each sequence."""
+    were begun."""
     fours = place.settings.v_dim == 128 and place.settings.v_heads % 4 == 0
-    return fours and state.impl == "delta_step" and place.tokens == 1
+    return fours and state.impl == "delta_step"
 
 
 def mix(
@@ -266,7 +266,7 @@ def mix(
 ):  # fmt: skip
     """What a delta net gives before its output projection, [B, T, V], the state and the workspace; x is the
     layer's input, of which gates are made. `gates`, where others have begun them, and `integers`, as the
-    output is to be rounded (pallas_kernels/delta), are for one token a row, where it `rounds`."""
+    output is to be rounded (pallas_kernels/delta), are for steps of rows of one token, where it `rounds`."""
     w, shape = place.weights, x.shape[:-1]
     if place.tokens > 1:  # of a sequence, which are rows elsewhere
         together = lambda a: a.reshape(-1, place.tokens, *a.shape[2:])  # noqa: E731
