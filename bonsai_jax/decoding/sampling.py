@@ -16,6 +16,7 @@ from bonsai_jax.sampling_params import SamplingParams, seeded
 from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
 from pallas_kernels.sampling import Rules, draw, reference
+from pallas_kernels.zeros import zeros
 
 NOTHING_TO_DRAW = "no token can be drawn: logits are NaN or infinite, or every token is banned"
 
@@ -142,10 +143,13 @@ def sampler(
                 f"params: {len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
     fields = columns(per_row, vocab_size)
-    fields |= {"seen": np.zeros((rows, vocab_size), bool), "counts": np.zeros((rows, vocab_size), np.int32)}
     seeds = fields.pop("seeds")
     # device_put compiles nothing; it must copy, because states are donated.
-    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **jax.device_put(fields, may_alias=False))
+    fields = jax.device_put(fields, may_alias=False)
+    tables = {
+        name: zeros((rows, vocab_size), dtype) for name, dtype in (("seen", bool), ("counts", np.int32))
+    }
+    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **fields, **tables)
 
 
 def checked_list(params: Any, name: str = "params") -> list[SamplingParams]:

@@ -219,7 +219,7 @@ class Limits:
         *,
         page_size: int = 64,
         prefill_tokens: int = 2048,
-        prefill_rows: int = 16,
+        prefill_rows: Sequence[int] = (4, 16),
         prefill_cost: int = 100,  # 8B Q4_K_M on an H200 reads 512 tokens in 15.4 ms and 2,048 in 53.8
         between: Sequence[int] = (24,),
         steps: int = 64,
@@ -231,7 +231,7 @@ class Limits:
     ) -> "Limits":
         """The limits of an Engine, by default on a GPU (runner.py has those of a CPU).
 
-        prefill_rows   most prompts of a prefill
+        prefill_rows   prompts of a prefill of short ones
         between        of `row_sizes`
         reproducible   one decode size and one prefill shape, whose length is a quarter of the longest because
                        most prompts are short
@@ -240,9 +240,9 @@ class Limits:
         # each is a program to compile.
         short = max(32, prefill_tokens // 16)
         long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
-        many = min(prefill_rows, max_batch_size)
+        many = sorted({min(rows, max_batch_size) for rows in prefill_rows} - {1})
         shapes = [(1, n) for n in (*long, prefill_tokens)]
-        shapes += [(many, short)] if many > 1 and many * short <= prefill_tokens else []
+        shapes += [(rows, short) for rows in many if rows * short <= prefill_tokens]
         return Limits(
             max_batch_size=max_batch_size,
             pages=pages,

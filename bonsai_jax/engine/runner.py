@@ -40,7 +40,7 @@ from pallas_kernels.device import for_threads, in_use, platform
 # For Limits.for_engine on a CPU, where prefill is about as fast with few tokens as with many. SmolLM2 reads
 # 32 tokens in 12 ms and 512 in 155, and of the decode step after each prefill 2 ms are the same for every
 # number of rows: the cost of about 16 tokens.
-ON_CPU: dict[str, Any] = {"prefill_rows": 8, "prefill_cost": 16, "between": (12, 24)}
+ON_CPU: dict[str, Any] = {"prefill_rows": (8,), "prefill_cost": 16, "between": (12, 24)}
 
 
 @dataclasses.dataclass(frozen=True)

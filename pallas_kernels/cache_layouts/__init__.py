@@ -38,17 +38,15 @@ layout.
 
 import functools
 import importlib
-import importlib.util
 import math
 import pkgutil
-import sys
 from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import device
+from pallas_kernels.zeros import zeros
 
 Pages = Float[Array, "L pages page_size Hkv D"] | dict[str, Array]
 
@@ -88,19 +86,8 @@ def shape(pages: Pages) -> tuple[int, ...]:
 
 
 def empty(name: str, shape: tuple[int, ...]) -> Pages:
-    """Pages of zeros, for keys or values of this shape (layers, pages, page_size, KV heads, head_dim). On a
-    CPU with Linux and the extra `cpu` they take memory as they are written."""
-    return jax.tree.map(lambda a: _zeros(a.shape, a.dtype), _stored(name, shape))
-
-
-def _zeros(shape: tuple[int, ...], dtype) -> jax.Array:
-    one_cpu = device.platform() == "cpu" and jax.device_count() == 1  # of several, XLA makes each one's part
-    known = sys.platform == "linux" and importlib.util.find_spec("llvmlite") is not None
-    if not one_cpu or not known or device.traced():  # jax.export refuses handlers
-        return jnp.zeros(shape, dtype)
-    from pallas_kernels.cpu.zeros import zeros
-
-    return zeros(shape, dtype)
+    """Pages of zeros, for keys or values of this shape (layers, pages, page_size, KV heads, head_dim)."""
+    return jax.tree.map(lambda a: zeros(a.shape, a.dtype), _stored(name, shape))
 
 
 def bytes_per_head(name: str, head_dim: int) -> int:

@@ -224,9 +224,9 @@ def _one_by_one(model, ids):
 
 
 def _several_at_once(model, ids, tokens):
-    """Hidden vectors after two steps of several tokens of each of fewer sequences, as speculation has them."""
-    sequences = len(ids) // tokens
     """Hidden vectors after two steps of several tokens of each of fewer sequences, as speculation has."""
+    sequences = len(ids) // tokens
+    cache, first = kv.empty(model.config, model.run, sequences, 64), 0
     for _ in range(2 if tokens > 1 else 0):
         at = jnp.arange(first, first + tokens, dtype=jnp.int32) + jnp.zeros((sequences, 1), jnp.int32)
         x, cache, updates = decoder.decoder(

@@ -1,4 +1,5 @@
-"""Zeros that take no memory until they are written (cpu/zeros.py), which is so on Linux."""
+"""Zeros that take no memory until they are written (cpu/zeros.py), which is so on Linux; and the kernel that
+makes those of a GPU (gpu/zeros.py), in lockstep."""
 
 import ctypes
 import os
@@ -10,6 +11,9 @@ import pytest
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.cpu.zeros import zeros
+from pallas_kernels.gpu import zeros as of_gpu
+from tests.pallas_kernels.aot import as_on_a_gpu
+from tests.pallas_kernels.lockstep import lockstep
 
 
 def resident() -> int:
@@ -45,3 +49,18 @@ def test_a_function_that_makes_pages_can_be_exported():
     """XLA's handlers could not be."""
     make = jax.jit(lambda: cache_layouts.empty("float16", (2, 3, 16, 2, 64)))
     assert not np.asarray(jax.export.export(make)().call()).any()
+
+
+@pytest.mark.parametrize("shape", [(4, 8), (2, 5, 7, 16), (1, 4096 * 3)], ids=str)
+@pytest.mark.parametrize("dtype", [np.int8, np.float16, np.int32], ids=lambda dtype: dtype.__name__)
+def test_a_kernel_writes_all_of_an_array(shape, dtype, monkeypatch):
+    """Fewer pieces than one block writes in a turn, and more than all blocks do."""
+    monkeypatch.setattr(of_gpu, "BLOCKS", 1)
+    monkeypatch.setattr(of_gpu, "THREADS", 128)
+    monkeypatch.setattr(of_gpu, "STORES", 2)
+    with as_on_a_gpu((9, 0)):
+        assert not of_gpu.fits((3, 5), np.dtype(np.int8)) and not of_gpu.fits((16,), np.dtype(bool))
+        assert of_gpu.fits(shape, np.dtype(dtype))
+        with lockstep(), jax.disable_jit():
+            made = np.asarray(of_gpu.zeros(shape, np.dtype(dtype)))
+    assert made.shape == shape and made.dtype == dtype and not made.any()

@@ -23,6 +23,7 @@ from bonsai_jax.weights.placement import Runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, QTensor, delta, device, problems, selection, serializable
 from pallas_kernels.delta import STEP_TOKENS, Gates
+from pallas_kernels.zeros import zeros
 
 PRODUCTS = ("inputs", "out")  # arrays that fused launches multiply with (network/fused.py)
 FUSED = (
@@ -240,8 +241,8 @@ def empty(settings: DeltaNet, layers: int, run: RunConfig, room: Room) -> State:
     """The state of sequences that have read nothing."""
     shape = layers, room.rows, settings.v_heads, settings.k_dim, settings.v_dim
     return State(
-        jnp.zeros(shape, run.state_dtype),
-        jnp.zeros((layers, room.rows, settings.conv, settings.qkv_width)),
+        zeros(shape, run.state_dtype),
+        zeros((layers, room.rows, settings.conv, settings.qkv_width), jnp.float32),
     )
 
 

@@ -21,6 +21,7 @@ from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, mamba2, serializable
+from pallas_kernels.zeros import zeros
 
 PRODUCTS = None  # no fused launch computes it
 SITES = ()  # only what it adds to x, "attention"
@@ -203,8 +204,8 @@ AXES = {"s": ("layers", "rows", "heads"), "tail": ("layers", "rows", None, "chan
 def empty(settings: Mamba2, layers: int, run: RunConfig, room: Room) -> State:
     """The state of sequences that have read nothing."""
     return State(
-        jnp.zeros((layers, room.rows, settings.heads, settings.head_dim, settings.state)),
-        jnp.zeros((layers, room.rows, settings.conv, settings.conv_width)),
+        zeros((layers, room.rows, settings.heads, settings.head_dim, settings.state), jnp.float32),
+        zeros((layers, room.rows, settings.conv, settings.conv_width), jnp.float32),
     )
 
 

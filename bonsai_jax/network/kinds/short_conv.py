@@ -22,6 +22,7 @@ from bonsai_jax.network.kinds.state import Room
 from bonsai_jax.weights.placement import Runs, even_runs
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import LayerStack, causal_conv, serializable
+from pallas_kernels.zeros import zeros
 
 PRODUCTS = None  # no fused launch computes it
 SITES = ()  # only what it adds to x, "attention"
@@ -155,7 +156,7 @@ AXES = {"tail": ("layers", "rows", None, "channels")}
 
 def empty(settings: ShortConv, layers: int, run: RunConfig, room: Room) -> State:
     """The state of sequences that have read nothing."""
-    return State(jnp.zeros((layers, room.rows, settings.conv, settings.width)))
+    return State(zeros((layers, room.rows, settings.conv, settings.width), jnp.float32))
 
 
 def block(x: Float[Array, "B T H"], place: Place, state: State, workspace):
