@@ -310,8 +310,8 @@ class Scheduler:
         return [[self._read(r, shape[1]) for r in requests[: shape[0]]] for requests in alike], shape
 
     def _stand_in(self, shape: tuple[int, int], worth: Callable) -> tuple[int, int] | None:
-        """The shape to read with: this one if its program is there, or another that stands in for it. None: a
-        program should be compiled."""
+        """The shape to read with: this one if its program is there or should be compiled by now, or another
+        that stands in for it. None: no program is there."""
         if self.stand_in is None:
             return None
         useful = worth(shape)[1]

@@ -62,8 +62,8 @@ class StandIns:
     def best[Size: Hashable](
         self, size: Size, others: Iterable[Size], cost: Callable[[Size], float]
     ) -> Size | None:
-        """The size to run: this one if its program is there, or another that stands in for it. None: its own
-        program should be compiled.
+        """The size to run: this one if its program is there or should be compiled by now, or another that
+        stands in for it. None: no program is there.
 
         cost   of a size, in steps of one row
         """
@@ -73,7 +73,7 @@ class StandIns:
         if least is None:
             return None
         more_s = max(0.0, cost(least) - cost(size)) * self._step_s
-        return least if self._lose(self._program(size), more_s) else None
+        return least if self._lose(self._program(size), more_s) else size
 
     def _lose(self, program: Hashable, more_s: float) -> bool:
         """Whether another program may stand in for this one once more; then that counts."""

@@ -318,6 +318,36 @@ def test_prompts_are_read_together_where_padding_costs_less_than_more_prefills(p
 
 
 @pytest.mark.parametrize(
+    ("prompts", "shapes"),
+    [
+        (1, [(1, 128)]),
+        (2, [(1, 128)] * 2),
+        (3, [(4, 128)]),
+        (5, [(4, 128), (1, 128)]),
+        (8, [(4, 128)] * 2),
+        (16, [(16, 128)]),
+        (20, [(16, 128), (4, 128)]),
+    ],
+)
+def test_short_prompts_are_read_four_or_sixteen_at_a_time_on_a_gpu(prompts, shapes):
+    limits = Limits.for_engine(32, 500)
+    s = Scheduler(limits)
+    s.compiled |= {*limits.row_sizes, *limits.shapes}
+    add(s, **{chr(ord("A") + i): (100, 100) for i in range(prompts)})
+    assert [s.plan().shape for _ in shapes] == shapes
+    assert not any(s.plan().reads)
+
+
+def test_a_shape_that_a_padded_one_has_stood_in_for_is_compiled_in_the_end():
+    s = scheduler()
+    s.compiled, answers = set(), iter([None, (1, 32), (1, 8)])
+    s.stand_in = lambda shape, others, cost: next(answers)
+    for shape in ((1, 32), (1, 32), (1, 8)):
+        add(s, a=(8, 1))
+        assert s.plan().shape == shape
+
+
+@pytest.mark.parametrize(
     ("first", "reads"), [("vectors", "a[0:6] in 1x8"), ("tokens", "b[0:6] c[0:6] in 4x8")]
 )
 def test_vectors_and_tokens_are_not_read_together(first, reads):

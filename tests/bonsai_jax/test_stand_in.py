@@ -85,6 +85,19 @@ def test_a_program_is_compiled_the_third_time(model, compiled):
         assert bool(compiled) == has_compiled
 
 
+def test_a_program_is_asked_for_once_it_should_be_compiled():
+    """Where none is there nobody can say which: the scheduler compiles one that others can use, too."""
+    there = set()
+
+    def best():
+        programs_of_a_call = stand_in.StandIns(there.__contains__, lambda size: size, 0, counts=True)
+        return programs_of_a_call.best("own", ["own", "padded"], {"own": 1, "padded": 2}.get)
+
+    assert best() is None
+    there.add("padded")
+    assert [best() for _ in range(4)] == ["padded", "padded", "own", "own"]
+
+
 def test_stand_ins_lose_half_a_second_at_most(model, compiled, monkeypatch):
     monkeypatch.setattr(stand_in, "MOST_TIMES", 100)
     answers(model, 1)
