@@ -92,15 +92,24 @@ class Decoding:
             token = script[jnp.minimum(state.cache.lengths - self.prompt.shape[1], script.size - 1)]
             return jnp.where(jnp.arange(logits.shape[1]) == token[:, None], FORCED, logits)
 
+        def made_right(drafted, positions):
+            """What was drafted for these positions, or what the script has there, where it is to be right."""
+            place = jnp.clip(positions - self.prompt.shape[1], 0, script.size - 1)
+            return jnp.where((drafted >= 0) & right[place], script[place], drafted)
+
         def propose(params, state, config, count, own=mtp.propose):
             drafted, state = own(params, state, config, count)
-            place = state.cache.lengths[:, None] - self.prompt.shape[1] + 1 + jnp.arange(count)
-            place = jnp.minimum(place, script.size - 1)
-            return jnp.where((drafted >= 0) & right[place], script[place], drafted), state
+            return made_right(drafted, state.cache.lengths[:, None] + 1 + jnp.arange(count)), state
+
+        def follow_and_guess(params, state, unread, tokens, positions, config, own=mtp.follow_and_guess):
+            draft, guesses = own(params, state, unread, tokens, positions, config)
+            return draft, made_right(guesses, positions + 1)
 
         processor = None if script is None else scripted
         size, config = self.new, self.model.config
-        known = mock.patch.object(mtp, "propose", propose) if right is not None else contextlib.nullcontext()
+        known = contextlib.nullcontext()
+        if right is not None:
+            known = mock.patch.multiple(mtp, propose=propose, follow_and_guess=follow_and_guess)
         with known:
             return steps.decode(params, state, config, limit=limit, size=size, logits_processor=processor)
 

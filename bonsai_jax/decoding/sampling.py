@@ -146,10 +146,8 @@ def sampler(
     seeds = fields.pop("seeds")
     # device_put compiles nothing; it must copy, because states are donated.
     fields = jax.device_put(fields, may_alias=False)
-    tables = {
-        name: zeros((rows, vocab_size), dtype) for name, dtype in (("seen", bool), ("counts", np.int32))
-    }
-    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **fields, **tables)
+    fields |= {"seen": zeros((rows, vocab_size), bool), "counts": zeros((rows, vocab_size), np.int32)}
+    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **fields)
 
 
 def checked_list(params: Any, name: str = "params") -> list[SamplingParams]:

@@ -12,9 +12,9 @@ add in another order than a product of one, which shows at near-ties.
 
 Wrong proposals cost time, so a step reads as many as pay, by the share of the latest that were right
 (`tokens_to_read`). Those that are not read are checked too, against the token that is drawn: so a row's trust
-in its proposals rises again without a step that is slower. A draft model, whose proposals take time, makes
-none while they do not pay. It reads the tokens of many plain steps together, and is checked by what it would
-have proposed in the place of the latest.
+in its proposals rises again without a step that is slower. A draft layer or model, whose proposals take time,
+makes none while they do not pay. It reads the tokens of many plain steps together, and is checked by what it
+would have proposed in the place of the latest.
 
 Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
 its proposals without updating the state, stores what each token would change (its projections in every
@@ -67,7 +67,7 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
 
 
 ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
-ALONE_AT_COST = 32  # such steps before a draft model reads their tokens together: 32 in the time of 4
+ALONE_AT_COST = 32  # such steps before their tokens are drafted from together: 32 are read in the time of 4
 TRUSTED = 0.5  # from here on a row looks at each step, where that takes no time: most tokens will be proposed
 KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
@@ -364,21 +364,23 @@ def _followed_together(
     most: int,
     logprobs: int | None,
 ) -> tuple[Int[Array, ""], Int[Array, "B"], Drawn]:
-    """The plain steps of `alone`, up to `most`, whose tokens the draft model reads afterwards, together. Its
-    guesses from what it reads, in the place of tokens that were drawn, change the trust in it."""
+    """The plain steps of `alone`, up to `most`, whose tokens the draft layer or model reads afterwards,
+    together. Its guesses from what it reads, in the place of tokens that were drawn, change the trust in it.
+    """
     s: Any = state.speculation
-    first, undrafted = state.cache.lengths, state.replace(speculation=s.replace(draft=None))
+    first, proposer = state.cache.lengths, proposers.get(s.proposer)
+    undrafted = state.replace(speculation=s.replace(draft=proposer.unread(s.draft, first, most)))
     made, steps, drawn = alone(state=undrafted, most=most, logprobs=logprobs)
     after: Any = drawn.state.speculation
     own = drawn.state.replace(speculation=after.replace(draft=s.draft))
 
     def read(width):
-        """What the draft model stores, and the trust in it, after it has read up to `width` tokens of each
-        row."""
+        """What the draft layer or model stores, and the trust in it, after it has read up to `width` tokens
+        of each row."""
         positions = first[:, None] + jnp.arange(width)
         positions = jnp.where(positions < own.cache.lengths[:, None], positions, -1)
         tokens = jnp.take_along_axis(after.ids, jnp.maximum(positions, 0), 1)
-        draft, guesses = proposers.get(s.proposer).follow_and_guess(params, own, tokens, positions, config)
+        draft, guesses = proposer.follow_and_guess(params, own, after.draft, tokens, positions, config)
         # A row's steps are one after another from the first: column i is what it drew after the i-th token.
         return draft, compared(after, guesses, drawn.tokens[:, :width]).trust
 

@@ -1,6 +1,7 @@
 """How many tokens a step that speculates reads: those that are expected to pay, by how long it takes."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.decoding.state import Speculation
+from bonsai_jax.decoding.state import Speculation, State
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.params import Params, decode_bytes
+from pallas_kernels import device
 
 # How long a step takes, by the number of tokens that it reads in all, relative to a step of one: the 8B in
 # Q1_0 on an H200, with its layers in one launch (docs/performance.md). Beyond 256 it grows in proportion.
@@ -21,6 +23,9 @@ MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer 
 # The most that a draft model may hope for: published pairs of one family are right in 0.6 to 0.85 of cases,
 # and more often only where the text copies its prompt. If this does not pay, nothing will.
 BEST = 0.9
+
+
+LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)
 
 
 def widths(most: int) -> list[int]:
@@ -37,6 +42,22 @@ def key_time(params: Params, cache: KVCache, config: ModelConfig) -> float:
     return KEY_TIME * stored / decode_bytes(params, config)
 
 
+def cost(weight_bytes: int, layers: int) -> float:
+    """The time of a step of one row, in bytes that could be read in it."""
+    return weight_bytes + layers * (0 if device.platform() == "cpu" else LAYER_BYTES)
+
+
+def tokens_to_propose(
+    params: Params, state: State, config: ModelConfig, count: int, share: float
+) -> jax.Array:
+    """`tokens_to_read` before anything is proposed, as if `count` tokens of each row were; share: the time in
+    which a token is."""
+    s: Any = state.speculation
+    all_proposed, running = jnp.zeros((len(state.tokens), count), jnp.int32), state.remaining > 0
+    keys = key_time(params, state.cache, config) * state.cache.lengths
+    return tokens_to_read(s, all_proposed, running, keys, share)
+
+
 def tokens_to_read(
     s: Speculation,
     proposals: Int[Array, "B W-1"],
@@ -50,8 +71,8 @@ def tokens_to_read(
         in          time(T) + share [(T - 1) time(1) + time(T)]
 
     keys   the time in which a token reads its row's keys (`key_time`): each token of a step does
-    share  the time of a step of a draft model: it draws T - 1 tokens one by one, and afterwards reads the
-           accepted ones together
+    share  the time of a step of a draft layer or model: it draws T - 1 tokens one by one, and afterwards
+           reads the accepted ones together
     """
     rows, all_keys = len(running), jnp.where(running, keys, 0).sum()
     # Columns one by one, and no argmax: one kernel, where each costs every step its microseconds.

@@ -46,6 +46,24 @@ class DraftState(struct.PyTreeNode):
         return self.replace(attention=states)
 
 
+@serializable
+class Unread(struct.PyTreeNode):
+    """What the model has made of tokens that the draft layer is to read later, together.
+
+    hidden  float32 [rows, most, hidden], not normed, of each row's tokens from position `first` on
+    first   int32 [rows]
+    """
+
+    hidden: Float[Array, "B most H"]
+    first: Int[Array, "B"]
+
+    def noted(self, hidden: Float[Array, "B T H"], positions: Int[Array, "B T"]) -> "Unread":
+        """With those of the tokens at these positions, -1 for none."""
+        row, place = jnp.arange(len(self.first))[:, None], positions - self.first[:, None]
+        place = jnp.where(positions >= 0, place, self.hidden.shape[1])
+        return self.replace(hidden=self.hidden.at[row, place].set(hidden, mode="drop"))
+
+
 def empty(config: ModelConfig, run: RunConfig, rows: int, pages: int) -> DraftState:
     """The state of rows that have read nothing; `pages` as many as the block table deals out."""
     state = attention.empty(config.attention, 1, run, Room(rows, run.page_size, pages))
@@ -67,8 +85,9 @@ def follow(
     tokens: Int[Array, "B T"] | Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     config: ModelConfig,
-) -> DraftState:
-    """The draft layer's state after the tokens that the model has just read.
+) -> tuple[Float[Array, "B T H"], DraftState]:
+    """The draft layer's state after the tokens that the model has just read; and what its attention has made
+    of each, for `likeliest`, but of a sequence's first token.
 
     cache      the model's, for its block table
     hidden     what the decoder made of the tokens, not yet normed
@@ -84,10 +103,10 @@ def follow(
     h = _model_norm(params, jnp.concatenate([state.hidden[:, None], hidden[:, :-1]], axis=1), config)
     before = jnp.where(positions > 0, positions - 1, -1)
     h, tokens, before = map(in_pairs, (h, tokens, before))
-    _, state = _attended(params, draft, state, cache, h, tokens, before, config)
+    x, state = _attended(params, draft, state, cache, h, tokens, before, config)
     count = (positions >= 0).sum(1)
     last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
-    return state.replace(hidden=jnp.where(count[:, None] > 0, last, state.hidden))
+    return x, state.replace(hidden=jnp.where(count[:, None] > 0, last, state.hidden))
 
 
 def foresee(
@@ -101,18 +120,31 @@ def foresee(
     config: ModelConfig,
 ) -> tuple[Int[Array, "B count"], DraftState]:
     """The likeliest tokens after each running row's newest, one after the other, and the state."""
-    norm = params.final_norm if draft.norm is None else draft.norm
-    own_norm, channels = params.replace(final_norm=norm), config.layers[-1].channels
     h, position, drawn = _model_norm(params, state.hidden[:, None], config), cache.lengths - 1, []
     for _ in range(count):
         inside = jnp.where(running & (position < cache.capacity), position, -1)[:, None]
         x, state = _attended(params, draft, state, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
-        place = _place(params, config, channels, draft.layers[channels.kind][0], cache, inside)
-        y, *_ = kinds.get(channels.kind).block(x, place, None, None)
-        tokens = decoder.unembed(own_norm, y, config)[:, 0].argmax(-1).astype(jnp.int32)
-        h, position = rms_norm(y, norm, config.rms_norm_eps), position + 1
+        own, h = likeliest(params, draft, cache, x, inside, config)
+        tokens, position = own[:, 0], position + 1
         drawn.append(tokens)
     return jnp.stack(drawn, axis=1), state
+
+
+def likeliest(
+    params: Params,
+    draft: Draft,
+    cache: KVCache,
+    x: Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
+    """The likeliest token after each of these, of which x is what the layer's attention has made; and the
+    layer's output, normed."""
+    norm, channels = params.final_norm if draft.norm is None else draft.norm, config.layers[-1].channels
+    place = _place(params, config, channels, draft.layers[channels.kind][0], cache, positions)
+    y, *_ = kinds.get(channels.kind).block(x, place, None, None)
+    tokens = decoder.unembed(params.replace(final_norm=norm), y, config).argmax(-1).astype(jnp.int32)
+    return tokens, rms_norm(y, norm, config.rms_norm_eps)
 
 
 def _model_norm(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:

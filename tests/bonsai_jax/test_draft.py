@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import guesses, jitted, speculation, steps
+from bonsai_jax.decoding.proposers import mtp
 from bonsai_jax.network import architectures, draft
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights import specs
@@ -22,6 +23,12 @@ RUN = bj.RunConfig(page_size=16, impl="reference", draft=True)
 RNG = np.random.default_rng(2)
 IDS = [RNG.integers(0, 256, n).tolist() for n in (21, 6)]
 GREEDY, HOT = bj.SamplingParams(temperature=0.0), bj.SamplingParams(temperature=1.0, seed=3)
+
+
+@pytest.fixture(autouse=True)
+def drafting_takes_little_time(monkeypatch):
+    """As beside a large model; of these it is a third."""
+    monkeypatch.setattr(mtp, "time", lambda params, config: 0.05)
 
 
 @functools.cache
@@ -150,7 +157,7 @@ def test_tokens_of_a_step_are_rows_where_kernels_have_one_token_each(monkeypatch
     def followed(own, hidden, tokens, positions):
         return draft.follow(
             model.params, model.params.draft, own, cache, hidden, tokens, positions, model.config
-        )
+        )[1]
 
     want = own
     for i in range(4):
@@ -199,6 +206,46 @@ def test_a_step_keeps_what_it_foresaw():
     assert_same(np.asarray(drawn), np.asarray(plain.tokens))
     assert state.speculation.steps[0] == 4
     assert state.cache.lengths.tolist() == plain.state.cache.lengths.tolist()
+
+
+@pytest.mark.parametrize("size", [7, 14])  # read as rows of one token each, and not
+def test_a_layer_that_nobody_trusts_reads_the_tokens_of_plain_steps_together(size, monkeypatch):
+    """What it stores is what it stores token by token, and it is trusted by what it would have proposed."""
+    monkeypatch.setattr(mtp, "TRUST", 0.0)
+    model, tokens = tiny(), np.zeros((2, 32), np.int32)
+    state = decoded(model, "mtp", size).state
+    assert state.speculation.steps.tolist() == [size - 1] * 2
+
+    for row, of in zip(tokens, IDS, strict=True):
+        row[: len(of)] = of
+    want = bj.new_state(model, 2, 48, [GREEDY, HOT], size, ignore_eos=True, speculate="mtp")
+    want, *_ = jitted.prefill(model.params, want, tokens, np.array([*map(len, IDS)]), model.config)
+    foresee = jax.jit(functools.partial(draft.foresee, count=1, config=model.config))
+    step, right = jax.jit(functools.partial(steps.step, config=model.config)), []
+    for _ in range(size - 1):
+        running = want.remaining > 0
+        own = want.speculation.draft
+        (guess, _) = foresee(model.params, model.params.draft, own, want.cache, want.tokens, running)
+        want, new, _ = step(model.params, want)
+        right.append(np.asarray(guess[:, 0] == new))
+    trust = np.zeros(2)
+    for one in right[-guesses.CHECKED :]:
+        trust = speculation.KEEP * trust + (1 - speculation.KEEP) * one
+    np.testing.assert_allclose(state.speculation.trust, trust, atol=1e-6)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-5),
+        state.speculation.draft,
+        want.speculation.draft,
+    )
+
+
+def test_trust_comes_back_with_right_guesses(monkeypatch):
+    """Of a layer that is always right and that nobody trusts: after eight plain steps it proposes."""
+    monkeypatch.setattr(mtp, "TRUST", 0.0)
+    monkeypatch.setattr(speculation, "ALONE_AT_COST", 8)
+    plain, (state, drawn, _) = decoded(sure(), None, 24), decoded(sure(), "mtp", 24)
+    assert_same(np.asarray(drawn), np.asarray(plain.tokens))
+    assert state.speculation.steps[0] == 8 + 4  # 15 of 23 tokens are left, four to a step
 
 
 def test_from_a_hugging_face_folder_it_is_the_same():

@@ -13,10 +13,14 @@ A proposer module defines
                            file's draft layer) or "draft_model"; None: nothing. If anything, also
     follow(params, state, hidden, tokens, positions, config)  -> State.speculation.draft after the tokens at
                            these positions (-1: none), which the model has read; hidden: what it made of them
-    follow_and_guess(params, state, tokens, positions, config)  -> State.speculation.draft as from `follow`,
-                           and int32 [B, T]: the token that it would have proposed after each of these, where
-                           it says so, else NO_TOKEN. Only where `time` is above 0: it then gets the tokens of
-                           several plain steps together, and its guesses say whether it should propose again
+    unread(draft, first, most)  -> what stands for State.speculation.draft while up to `most` tokens of each
+                           row from position `first` on are read that it reads afterwards, and gets them by
+                           `follow`; None: it needs nothing of them. Where `time` is above 0
+    follow_and_guess(params, state, unread, tokens, positions, config)  -> State.speculation.draft as from
+                           `follow`, and int32 [B, T]: the token that it would have proposed after each of
+                           these, where it says so, else NO_TOKEN. Where `time` is above 0: it then gets the
+                           tokens of several plain steps together, and its guesses say whether it should
+                           propose again
 
 A wrong proposal costs time but does not change the text. `get(name)` imports by file name, so a new file is a
 new proposer.

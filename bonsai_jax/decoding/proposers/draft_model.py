@@ -6,32 +6,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.decoding import sampling, step_width
+from bonsai_jax.decoding import guesses, sampling, step_width
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.network import decoder, draft_model
 from bonsai_jax.network.draft_model import DraftModelState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from bonsai_jax.network.params import decode_bytes
-from pallas_kernels import device
 
 LOADS = "draft_model"
 MOST = STEP_TOKENS - 1
 TRUST = 0.8  # of a model that was chosen for this
-CHECKED = 8  # tokens of a look: about as many as the trust remembers, and one tile of rows of the head
-LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)
 
 
 def time(params: Any, config: Any) -> float:
     """The time of a step of the draft model, relative to one of the model: by the bytes of weights that each
     reads and, on a GPU, by how many layers each has. A small model reads little there, but its layers wait
     for each other as those of a large one do."""
-    return _cost(params.draft_model, config.draft_model) / _cost(params, config)
-
-
-def _cost(params: Any, config: Any) -> float:
-    """The time of a step of one row, in bytes that could be read in it."""
-    layer_bytes = 0 if device.platform() == "cpu" else LAYER_BYTES
-    return decode_bytes(params, config) + config.num_layers * layer_bytes
+    own = config.draft_model
+    cost = step_width.cost(decode_bytes(params.draft_model, own), own.num_layers)
+    return cost / step_width.cost(decode_bytes(params, config), config.num_layers)
 
 
 def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
@@ -43,11 +36,10 @@ def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array
     pay again. None either where it never could, as with a large draft model for many rows.
     """
     s, running, rows = state.speculation, state.remaining > 0, len(state.tokens)
-    all_proposed, share = jnp.zeros((rows, count), jnp.int32), time(params, config)
+    share = time(params, config)
     if not step_width.could_pay(rows, count + 1, share):
-        return jnp.full_like(all_proposed, NO_TOKEN), state
-    keys = step_width.key_time(params, state.cache, config) * state.cache.lengths
-    choice = step_width.tokens_to_read(s, all_proposed, running, keys, share)
+        return jnp.full((rows, count), NO_TOKEN, jnp.int32), state
+    choice = step_width.tokens_to_propose(params, state, config, count, share)
     counts = [width - 1 for width in step_width.widths(count + 1)]
 
     def draw(logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> Int[Array, "B"]:
@@ -82,28 +74,29 @@ def follow(
     return _read(params, state, tokens, positions, config)[1]
 
 
+def unread(own: DraftModelState, first: Int[Array, "B"], most: int) -> None:
+    """Nothing: it reads tokens alone."""
+
+
 def follow_and_guess(
     params: Any,
     state: Any,
+    unread: None,
     tokens: Int[Array, "B T"],
     positions: Int[Array, "B T"],
     config: Any,
 ) -> tuple[DraftModelState, Int[Array, "B T"]]:
-    """`follow`, and what it would have proposed after each of a row's latest CHECKED tokens, drawn as
-    `propose` draws; NO_TOKEN after the others. No guesses where drafting could not pay for so many rows."""
-    (rows, width), most = tokens.shape, state.speculation.width
-    guesses = jnp.full((rows, width), NO_TOKEN, jnp.int32)
-    if not step_width.could_pay(rows, most, time(params, config)):
-        return follow(params, state, None, tokens, positions, config), guesses
+    """`follow`, and what it would have proposed after each of a row's latest tokens, drawn as `propose`
+    draws. No guesses where drafting could not pay for so many rows."""
+    if not step_width.could_pay(len(tokens), state.speculation.width, time(params, config)):
+        return follow(params, state, None, tokens, positions, config), guesses.none(positions)
     hidden, own = _read(params, state, tokens, positions, config)
-    checked = min(CHECKED, width)
-    columns = (positions >= 0).sum(1)[:, None] - checked + jnp.arange(checked)  # below 0: it read fewer
-    latest = jnp.maximum(columns, 0)
-    hidden = jnp.take_along_axis(hidden, latest[..., None], 1)  # first: the head takes time for each token
-    logits = _same_ids(decoder.unembed(params.draft_model, hidden, config.draft_model), config)
-    drawn = sampling.guess_each(state.sampler, logits, jnp.take_along_axis(positions, latest, 1) + 1)
-    row, columns = jnp.arange(rows)[:, None], jnp.where(columns >= 0, columns, width)
-    return own, guesses.at[row, columns].set(drawn, mode="drop")
+
+    def guess(hidden: Float[Array, "B C H"], positions: Int[Array, "B C"]) -> Int[Array, "B C"]:
+        logits = _same_ids(decoder.unembed(params.draft_model, hidden, config.draft_model), config)
+        return sampling.guess_each(state.sampler, logits, positions + 1)
+
+    return own, guesses.after_latest(hidden, positions, guess)
 
 
 def _read(
