@@ -66,24 +66,22 @@ def forgotten(s: Speculation, rows: Bool[Array, "B"]) -> Speculation:
     return s.replace(ids=ids, trust=jnp.where(rows, proposers.get(s.proposer).TRUST, s.trust))
 
 
-ALONE = 4  # plain steps between two looks for proposals, where no row trusts them
-ALONE_AT_COST = 32  # such steps before their tokens are drafted from together: 32 are read in the time of 4
 TRUSTED = 0.5  # from here on a row looks at each step, where that takes no time: most tokens will be proposed
-KEEP = 7 / 8  # of trust, at each proposal that is checked: it is the share of about the latest 8
 
 
 def learned(s: Speculation, proposals: Int[Array, "B W-1"], tokens: Int[Array, "B W"]) -> Speculation:
     """With the trust in a row's proposals after tokens that were drawn, NO_TOKEN behind them.
 
-        trust <- KEEP trust + (1 - KEEP) right,    for each proposal in whose place a token was drawn
+        trust <- trust + (right - trust) / MEMORY,    for each proposal in whose place a token was drawn
 
-    and for no more after the first that is wrong: those behind it were not expected after this token.
+    with the proposer's MEMORY, and for no more after the first that is wrong: those behind it were not
+    expected after this token.
     """
     trust, right = s.trust, jnp.ones(len(tokens), bool)
     for i in range(proposals.shape[1]):  # column by column: one kernel
         checked = right & (proposals[:, i] != NO_TOKEN) & (tokens[:, i] != NO_TOKEN)
         right = checked & (proposals[:, i] == tokens[:, i])
-        trust = jnp.where(checked, _after(trust, right), trust)
+        trust = jnp.where(checked, _after(s, trust, right), trust)
     return s.replace(trust=trust)
 
 
@@ -94,12 +92,13 @@ def compared(s: Speculation, guesses: Int[Array, "B T"], tokens: Int[Array, "B T
     trust = s.trust
     for i in range(guesses.shape[1]):
         checked = (guesses[:, i] != NO_TOKEN) & (tokens[:, i] != NO_TOKEN)
-        trust = jnp.where(checked, _after(trust, guesses[:, i] == tokens[:, i]), trust)
+        trust = jnp.where(checked, _after(s, trust, guesses[:, i] == tokens[:, i]), trust)
     return s.replace(trust=trust)
 
 
-def _after(trust: Float[Array, "B"], right: Bool[Array, "B"]) -> Float[Array, "B"]:
-    return KEEP * trust + jnp.where(right, 1 - KEEP, 0.0)
+def _after(s: Speculation, trust: Float[Array, "B"], right: Bool[Array, "B"]) -> Float[Array, "B"]:
+    new = 1 / proposers.get(s.proposer).MEMORY
+    return (1 - new) * trust + jnp.where(right, new, 0.0)
 
 
 def note(
@@ -149,7 +148,7 @@ def decode(
     proposer = proposers.get(state.speculation.proposer)
     options = {"config": config, "logprobs": logprobs, **options}
     plain, share = functools.partial(plain, params, **options), proposer.time(params, config)
-    steps_alone = ALONE if share == 0 else min(ALONE_AT_COST, size)
+    steps_alone = proposer.ALONE if share == 0 else min(proposer.ALONE, size)
     most = max(width, steps_alone)
     each_key = key_time(params, state.cache, config)
 

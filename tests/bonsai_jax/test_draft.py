@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import guesses, jitted, speculation, steps
+from bonsai_jax.decoding import jitted, steps
 from bonsai_jax.decoding.proposers import mtp
 from bonsai_jax.network import architectures, draft
 from bonsai_jax.weights import plan as load_plans
@@ -208,7 +208,7 @@ def test_a_step_keeps_what_it_foresaw():
     assert state.cache.lengths.tolist() == plain.state.cache.lengths.tolist()
 
 
-@pytest.mark.parametrize("size", [7, 14])  # read as rows of one token each, and not
+@pytest.mark.parametrize("size", [7, 14])  # one look, and two
 def test_a_layer_that_nobody_trusts_reads_the_tokens_of_plain_steps_together(size, monkeypatch):
     """What it stores is what it stores token by token, and it is trusted by what it would have proposed."""
     monkeypatch.setattr(mtp, "TRUST", 0.0)
@@ -229,8 +229,8 @@ def test_a_layer_that_nobody_trusts_reads_the_tokens_of_plain_steps_together(siz
         want, new, _ = step(model.params, want)
         right.append(np.asarray(guess[:, 0] == new))
     trust = np.zeros(2)
-    for one in right[-guesses.CHECKED :]:
-        trust = speculation.KEEP * trust + (1 - speculation.KEEP) * one
+    for one in right:
+        trust = trust + (one - trust) / mtp.MEMORY
     np.testing.assert_allclose(state.speculation.trust, trust, atol=1e-6)
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, atol=1e-5),
@@ -242,7 +242,7 @@ def test_a_layer_that_nobody_trusts_reads_the_tokens_of_plain_steps_together(siz
 def test_trust_comes_back_with_right_guesses(monkeypatch):
     """Of a layer that is always right and that nobody trusts: after eight plain steps it proposes."""
     monkeypatch.setattr(mtp, "TRUST", 0.0)
-    monkeypatch.setattr(speculation, "ALONE_AT_COST", 8)
+    monkeypatch.setattr(mtp, "MEMORY", 8)
     plain, (state, drawn, _) = decoded(sure(), None, 24), decoded(sure(), "mtp", 24)
     assert_same(np.asarray(drawn), np.asarray(plain.tokens))
     assert state.speculation.steps[0] == 8 + 4  # 15 of 23 tokens are left, four to a step

@@ -103,7 +103,10 @@ def read_on(params, state, config, count):
 
 @pytest.fixture(autouse=True)
 def teller(monkeypatch):
-    get, known = proposers.get, SimpleNamespace(propose=read_on, time=lambda params, config: 0.0)
+    get, known = (
+        proposers.get,
+        SimpleNamespace(propose=read_on, time=lambda params, config: 0.0, MEMORY=8, ALONE=4),
+    )
     monkeypatch.setattr(proposers, "get", lambda name: known if name == "known" else get(name))
 
 

@@ -16,6 +16,7 @@ from bonsai_jax.network.params import decode_bytes
 LOADS = "draft_model"
 MOST = STEP_TOKENS - 1
 TRUST = 0.8  # of a model that was chosen for this
+MEMORY, ALONE = 8, 32  # tokens of 32 steps are read in the time of four
 
 
 def time(params: Any, config: Any) -> float:

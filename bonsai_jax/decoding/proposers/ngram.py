@@ -15,6 +15,7 @@ from bonsai_jax.network.kinds.place import STEP_TOKENS
 LOADS = None
 MOST = STEP_TOKENS - 1
 TRUST = 0.4  # the first proposals are just read; if they are wrong, the next are only checked
+MEMORY, ALONE = 8, 4
 LONGEST = 3  # tokens of the n-gram that is looked for: the newest and those before it
 SHORTEST = 1
 
