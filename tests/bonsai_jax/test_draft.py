@@ -25,6 +25,9 @@ IDS = [RNG.integers(0, 256, n).tolist() for n in (21, 6)]
 GREEDY, HOT = bj.SamplingParams(temperature=0.0), bj.SamplingParams(temperature=1.0, seed=3)
 
 
+TIME = mtp.time
+
+
 @pytest.fixture(autouse=True)
 def drafting_takes_little_time(monkeypatch):
     """As beside a large model; of these it is a third."""
@@ -237,6 +240,22 @@ def test_a_layer_that_nobody_trusts_reads_the_tokens_of_plain_steps_together(siz
         state.speculation.draft,
         want.speculation.draft,
     )
+
+
+def test_drafting_takes_the_time_of_a_layer_and_the_output_matrix():
+    params, config = tiny().params, tiny().config
+    own = [*jax.tree.leaves(params.draft), *jax.tree.leaves(params.head)]
+    every = [leaf for leaf in jax.tree.leaves(params) if leaf is not params.embed.fields["w"]]
+    want = sum(leaf.nbytes for leaf in own) / sum(leaf.nbytes for leaf in every)
+    assert TIME(params, config) == pytest.approx(want)
+
+
+def test_a_layer_that_takes_too_long_neither_proposes_nor_reads(monkeypatch):
+    monkeypatch.setattr(mtp, "time", lambda params, config: 0.9)
+    plain, (state, drawn, _) = decoded(sure(), None, 12), decoded(sure(), "mtp", 12)
+    assert_same(np.asarray(drawn), np.asarray(plain.tokens))
+    assert state.speculation.steps.tolist() == [11, 11]
+    assert not np.asarray(state.speculation.draft.attention.k).any()
 
 
 def test_trust_comes_back_with_right_guesses(monkeypatch):
