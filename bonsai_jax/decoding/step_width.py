@@ -23,8 +23,6 @@ MARGIN = 1.1  # by which reading must pay: chance lifts the trust of a proposer 
 # The most that a draft model may hope for: published pairs of one family are right in 0.6 to 0.85 of cases,
 # and more often only where the text copies its prompt. If this does not pay, nothing will.
 BEST = 0.9
-
-
 LAYER_BYTES = 43e6  # what an H200 reads in 10 us, the time that a layer takes beside its weights (LOG.md)
 
 

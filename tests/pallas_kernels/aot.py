@@ -105,11 +105,11 @@ def as_on_a_gpu(capability):
     return mock.patch.object(device, "default", lambda: device.GPUS["sm_{}{}".format(*capability)])
 
 
-def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
+def shapes(source, rows=1, context=2048, cache_dtype="bfloat16", draft=False):
     """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
-    allocated."""
-    run = bj.RunConfig(weights="packed", cache_dtype=cache_dtype)
-    plan = load_plans.plan(architectures.describe(open_checkpoint(source)), run)
+    allocated. draft: with its draft layer."""
+    run = bj.RunConfig(weights="packed", cache_dtype=cache_dtype, draft=draft)
+    plan = load_plans.plan(architectures.describe(open_checkpoint(source), draft=draft), run)
     params, config = jax.eval_shape(lambda: network_params.load(plan)), plan.config
 
     def state():

@@ -13,10 +13,11 @@ import bonsai_jax as bj
 from bonsai_jax.adapters import making
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import steps as core
+from bonsai_jax.decoding.proposers import mtp
 from bonsai_jax.decoding.state import Hidden
 from bonsai_jax.engine import calls, split_rows
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.network import decoder, draft_model
+from bonsai_jax.network import decoder, draft, draft_model
 from bonsai_jax.research import reading, score
 from bonsai_jax.weights import memory
 from checkpoints import synth
@@ -246,6 +247,27 @@ def test_a_speculative_step_of_a_delta_net_stores_all_layers_by_one_launch(sourc
     memory, logits = compiled.memory_analysis(), 4 * tokens * state.sampler.seen.shape[-1]
     assert memory.alias_size_in_bytes >= 4 * states.s.size
     assert memory.temp_size_in_bytes < 4 * states.s.size + 2 * logits  # a copy of all states would be as much
+
+
+def test_a_draft_layer_s_pages_stay_in_place_whether_it_drafts_or_not(monkeypatch):
+    """Of decode steps, in which it drafts on a condition and, on another, reads the tokens of plain steps
+    together: by kernels of one token, and by no loop but theirs."""
+    monkeypatch.setattr(mtp, "time", lambda params, config: 0.05)  # as beside all layers
+    four = dataclasses.replace(synth.MODELS["bonsai-27b-mtp"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-27b-mtp", four)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-27b-mtp:q1_0", draft=True)
+        started = jax.eval_shape(lambda: speculation.start(1, state.cache.capacity, "mtp"))
+        run = bj.RunConfig(cache_dtype="bfloat16")
+        own = jax.eval_shape(lambda: draft.empty(config, run, 1, 512))
+        state = state.replace(speculation=started.replace(draft=own))
+        compiled = compile_for_gpu(
+            lambda p, s: core.decode(p, s, config, limit=64, size=64), params, state, donate_argnums=1
+        )
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    pages = own.attention.k.size * 2
+    assert text.count(" while(") == 2 and text.count(" conditional(") == 2 and "prefill_sm90" not in text
+    assert memory.alias_size_in_bytes >= 2 * pages and memory.temp_size_in_bytes < pages
 
 
 def test_a_draft_model_draws_by_the_kernels_of_a_plain_step():
