@@ -10,17 +10,16 @@ import numpy as np
 
 from pallas_kernels import device
 
-LARGE = 1 << 24  # bytes; fewer are copied from the host, which compiles nothing
+LARGE = 1 << 24  # bytes
 
 
 def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
-    """As jnp.zeros. Large ones take memory as they are written on a CPU with Linux and the extra `cpu`, and
-    are made at the speed of memory on a GPU."""
+    """As jnp.zeros, to be donated. On a CPU with Linux and the extra `cpu` they take memory as they are
+    written. On a GPU large ones are made at the speed of memory, and others copied from the host, which
+    compiles nothing."""
     dtype, platform = jnp.dtype(dtype), device.in_use().platform
     if device.traced():  # jax.export refuses a CPU's handlers
         return jnp.zeros(shape, dtype)
-    if math.prod(shape) * dtype.itemsize < LARGE:
-        return jax.device_put(np.zeros(shape, dtype), may_alias=False)  # whoever gets it may donate it
     one = jax.device_count() == 1  # of several, XLA makes each one's part
     if platform == "cpu" and one and sys.platform == "linux" and importlib.util.find_spec("llvmlite"):
         from pallas_kernels.cpu import zeros as of_cpu
@@ -29,6 +28,8 @@ def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
     if platform == "gpu":
         from pallas_kernels.gpu import zeros as of_gpu  # only GPUs need it
 
+        if math.prod(shape) * dtype.itemsize < LARGE:
+            return jax.device_put(np.zeros(shape, dtype), may_alias=False)
         if of_gpu.fits(shape, dtype):
             return of_gpu.zeros(shape, dtype)
     return jnp.zeros(shape, dtype)

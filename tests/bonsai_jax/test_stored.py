@@ -17,7 +17,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import bonsai_jax as bj
-from bonsai_jax.engine import programs, stored
+from bonsai_jax.engine import programs, stand_in, stored
 from pallas_kernels import selection
 from pallas_kernels.problems import Matmul
 
@@ -212,8 +212,10 @@ def compiled():
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_compile_ahead_makes_the_programs_that_generate_asks_for_once(compiled):
-    """Also from the shapes of a model whose weights are not read, and while generate already waits."""
+def test_compile_ahead_makes_the_programs_that_generate_asks_for_once(compiled, monkeypatch):
+    """Also from the shapes of a model whose weights are not read, and while generate already waits. The
+    prefill stands in for a smaller one."""
+    monkeypatch.setattr(stand_in, "MOST_S", 0.5)
     model = bj.load("synth:tiny-qwen3:q4_0", bj.RunConfig(context=128, page_size=16))
     shapes = model.shapes()
     assert model.loaded and not shapes.loaded
