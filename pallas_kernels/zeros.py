@@ -22,14 +22,14 @@ def zeros(shape: tuple[int, ...], dtype) -> jax.Array:
         return jnp.zeros(shape, dtype)
     one = jax.device_count() == 1  # of several, XLA makes each one's part
     if platform == "cpu" and one and sys.platform == "linux" and importlib.util.find_spec("llvmlite"):
-        from pallas_kernels.cpu import zeros as of_cpu
+        from pallas_kernels.cpu import zeros as cpu_kernel
 
-        return of_cpu.zeros(shape, dtype)
+        return cpu_kernel.zeros(shape, dtype)
     if platform == "gpu":
-        from pallas_kernels.gpu import zeros as of_gpu  # only GPUs need it
+        from pallas_kernels.gpu import zeros as gpu_kernel  # only GPUs need it
 
         if math.prod(shape) * dtype.itemsize < LARGE:
             return jax.device_put(np.zeros(shape, dtype), may_alias=False)
-        if of_gpu.fits(shape, dtype):
-            return of_gpu.zeros(shape, dtype)
+        if gpu_kernel.fits(shape, dtype):
+            return gpu_kernel.zeros(shape, dtype)
     return jnp.zeros(shape, dtype)

@@ -138,8 +138,8 @@ def likeliest(
     positions: Int[Array, "B T"],
     config: ModelConfig,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T H"]]:
-    """The likeliest token after each of these, of which x is what the layer's attention has made; and the
-    layer's output, normed."""
+    """The likeliest token after each of these, and the layer's output for it, normed; x: what the layer's
+    attention has made of them."""
     norm, channels = params.final_norm if draft.norm is None else draft.norm, config.layers[-1].channels
     place = _place(params, config, channels, draft.layers[channels.kind][0], cache, positions)
     y, *_ = kinds.get(channels.kind).block(x, place, None, None)

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.cpu.zeros import zeros
-from pallas_kernels.gpu import zeros as of_gpu
+from pallas_kernels.gpu import zeros as gpu_kernel
 from tests.pallas_kernels.aot import as_on_a_gpu
 from tests.pallas_kernels.lockstep import lockstep
 
@@ -55,12 +55,12 @@ def test_a_function_that_makes_pages_can_be_exported():
 @pytest.mark.parametrize("dtype", [np.int8, np.float16, np.int32], ids=lambda dtype: dtype.__name__)
 def test_a_kernel_writes_all_of_an_array(shape, dtype, monkeypatch):
     """Fewer pieces than one block writes in a turn, and more than all blocks do."""
-    monkeypatch.setattr(of_gpu, "BLOCKS", 1)
-    monkeypatch.setattr(of_gpu, "THREADS", 128)
-    monkeypatch.setattr(of_gpu, "STORES", 2)
+    monkeypatch.setattr(gpu_kernel, "BLOCKS", 1)
+    monkeypatch.setattr(gpu_kernel, "THREADS", 128)
+    monkeypatch.setattr(gpu_kernel, "STORES", 2)
     with as_on_a_gpu((9, 0)):
-        assert not of_gpu.fits((3, 5), np.dtype(np.int8)) and not of_gpu.fits((16,), np.dtype(bool))
-        assert of_gpu.fits(shape, np.dtype(dtype))
+        assert not gpu_kernel.fits((3, 5), np.dtype(np.int8)) and not gpu_kernel.fits((16,), np.dtype(bool))
+        assert gpu_kernel.fits(shape, np.dtype(dtype))
         with lockstep(), jax.disable_jit():
-            made = np.asarray(of_gpu.zeros(shape, np.dtype(dtype)))
+            made = np.asarray(gpu_kernel.zeros(shape, np.dtype(dtype)))
     assert made.shape == shape and made.dtype == dtype and not made.any()

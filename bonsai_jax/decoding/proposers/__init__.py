@@ -7,8 +7,7 @@ A proposer module defines
                            and change State.speculation.draft
     MOST                   most tokens that it proposes for a row
     TRUST                  the share of its proposals that is taken to be right before any was checked
-    MEMORY                 the trust in a row's proposals is the share of about so many of the latest checks
-                           that were right
+    MEMORY                 about so many of the latest checks count: the share of right ones is a row's trust
     ALONE                  plain steps between two looks for proposals, where no row trusts them
     time(params, config)   -> float, the time in which it proposes a token for each row, relative to a plain
                            step. If above 0, it proposes nothing where that does not pay
