@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding.sampling import NO_TOKEN
 
-CHECKED = 8  # tokens: about as many as the trust remembers, and one tile of rows of an output matrix
+CHECKED = 8  # tokens: one tile of rows of an output matrix, and no fewer than half of what a trust remembers
 
 Guess = Callable[[Float[Array, "B C H"], Int[Array, "B C"]], Int[Array, "B C"]]
 

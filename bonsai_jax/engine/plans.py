@@ -236,8 +236,8 @@ class Limits:
         reproducible   one decode size and one prefill shape, whose length is a quarter of the longest because
                        most prompts are short
         """
-        # One long chunk of one row, or short chunks of many: more shapes gain little (LOG.md, "Engine"), and
-        # each is a program to compile.
+        # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine"),
+        # and each is a program to compile.
         short = max(32, prefill_tokens // 16)
         long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
         many = sorted({min(rows, max_batch_size) for rows in prefill_rows} - {1})

@@ -7,7 +7,7 @@ A proposer module defines
                            and change State.speculation.draft
     MOST                   most tokens that it proposes for a row
     TRUST                  the share of its proposals that is taken to be right before any was checked
-    MEMORY                 about so many of the latest checks count: the share of right ones is a row's trust
+    MEMORY                 a row's trust is the share of right proposals among about this many latest checks
     ALONE                  plain steps between two looks for proposals, where no row trusts them
     time(params, config)   -> float, the time in which it proposes a token for each row, relative to a plain
                            step. If above 0, it proposes nothing where that does not pay

@@ -14,7 +14,7 @@ from bonsai_jax.network.params import decode_bytes
 
 LOADS = "draft"
 TRUST = 0.8  # it was trained to be right
-MEMORY = 16  # with 8, a layer that is right in two of three cases is mistrusted by chance every 20 tokens
+MEMORY = 16  # with 8, a layer that is right in two of three cases is often mistrusted by chance (LOG.md)
 ALONE = 8  # tokens are read together as rows of one token each, so there is little to gain by more
 MOST = 3  # tokens: the layer was trained to predict one, and is less sure of each that follows
 LAYERS = 2  # whose time it takes on a GPU beside its weights: its other products are launches, too
