@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding.sampling import NO_TOKEN
 
-CHECKED = 8  # tokens: one tile of rows of an output matrix, and no fewer than half of what a trust remembers
+CHECKED = 8  # tokens: as many rows as one tile of an output matrix
 
 Guess = Callable[[Float[Array, "B C H"], Int[Array, "B C"]], Int[Array, "B C"]]
 
