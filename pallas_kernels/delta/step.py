@@ -192,7 +192,8 @@ def _body(*, qkv_z, states, positions, first_layer, integers, y=None, y_smem=Non
             return
         lanes.block_barrier()
         with lanes.when(lanes.thread(reuse=True) < 32):
-            x = [memory.load(y_smem, first + more) for first, more in activations.columns_of_lane(index(0))]
+            rounding = quantize_rows if integers == "few" else activations
+            x = [memory.load(y_smem, first + more) for first, more in rounding.columns_of_lane(index(0))]
             place = row * tokens + token
             if integers == "few":
                 quantize_rows.store_group(x, place, head, rows * tokens, **rounded)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Products, QTensor, dequantize, for_device, formats, matmul
+from pallas_kernels.matmul.bit_mma.group_sums import MOST_EXACT
 from pallas_kernels.qtensor import tile
 from tests.gpu.products import FEW, MANY, by_kernels, check, expected_product
 
@@ -94,6 +95,16 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
     assert off.max() <= 1 and (off > 0).mean() <= 1e-4
 
 
+def with_rounded_scales(dense: np.ndarray) -> np.ndarray:
+    """+-d [N, K] -> +-b D / 127, b the integer next to 127 d / D, D the largest d of four groups."""
+    n, columns = dense.shape
+    of_groups = np.pad(np.abs(dense[:, ::128]), [(0, 0), (0, -columns // 128 % 4)]).reshape(n, -1, 4)
+    largest = np.maximum(of_groups.max(-1, keepdims=True), 1e-20)
+    times = (np.float32(1) / largest) * np.float32(127)
+    rounded = np.rint(of_groups * times.astype(np.float64)) * largest / 127
+    return np.sign(dense) * np.repeat(rounded.reshape(n, -1)[:, : columns // 128], 128, axis=1)
+
+
 @pytest.mark.parametrize(
     ("kernel", "bits"), [("bit_prefill_sm90", 8), ("bit_prefill_sm90", 16), ("cublas", 8)]
 )
@@ -124,11 +135,16 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kerne
         x = np.sign(x)  # so that its norm is exact
     residual = rng.standard_normal((rows, N)).astype(np.float32)
     more = {"eps": 1e-6 if kind == "normed" else 0.0, "residual": residual}
-    want = expected_product(x, [dequantize(w[layer]) for w in stacks], kind, **more)
+    dense = [np.asarray(dequantize(w[layer])) for w in stacks]
     # The kernel's sums of a group are exact. In the library's, tensor cores cut off what they add to a sum,
     # which shows the more the longer it is, and rows behind a norm are rounded to float16.
-    limit = 5e-6
+    limit, together = 5e-6, kernel == "bit_prefill_sm90" and bits == 8 and rows > MOST_EXACT
     if kernel == "cublas":
         limit = limit * max(1, K / 4096) if kind in ("plain", "added") else 1e-3
-    ones = np.ones((layers, K), np.float32)
+    if together:
+        # A scale that is nearly the middle of two integers may go to the other, which is 4e-3 of it and more.
+        # Without rounding the scales the difference would be about 2e-3 of a row.
+        limit = 3e-4
+        dense = list(map(with_rounded_scales, dense))
+    want, ones = expected_product(x, dense, kind, **more), np.ones((layers, K), np.float32)
     check(by_kernels(tiled, layer, kind, gamma=ones, known=True, **more), x, want, limit)

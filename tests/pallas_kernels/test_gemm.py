@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Products, QTensor, dequantize, formats, matmul
+from pallas_kernels import Products, QTensor, formats, matmul
 from pallas_kernels.matmul import prefill
 from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
 from pallas_kernels.matmul.int_mma import float16 as int_float16
@@ -65,28 +65,6 @@ def test_the_library_is_near_the_definition(format):
     assert 0 < np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
     few = x[:8]  # matrix-vector products are not its business
     np.testing.assert_array_equal(product(few, by_cublas), product(few, w))
-
-
-def test_lanes_decode_the_columns_that_their_activations_follow():
-    """What the kernel's lanes do, in numpy: word t's bits j, 8 + j, 16 + j and 24 + j are the weights of
-    bytes 16 j + 4 t .. + 3 of a group: byte 16 j + i is column 8 i + j (activations_int8.py)."""
-    n, k = 64, 640  # K is padded to whole pairs of groups
-    w = random_weights("q1_0", n, k)
-    x = np.random.default_rng(0).integers(-127, 128, (3, k))
-    packed = tile(w).fields
-    words, scales = np.asarray(packed["words"]), np.asarray(packed["scales"]).view(np.float16)
-    want = x @ np.asarray(dequantize(w), np.float64).T
-    padded = np.pad(x, [(0, 0), (0, -k % 256)])
-    ordered = padded.reshape(3, -1, 16, 8).swapaxes(2, 3).reshape(3, -1).astype(np.float64)
-    decoded = np.zeros((n, ordered.shape[1]))
-    for i, pair, g, t, h, r in np.ndindex(n // 16, words.shape[1], 8, 4, 2, 2):
-        word, d = words[i, pair, 4 * g + t, 2 * h + r], scales[i, 2 * pair + h, 2 * g + r]
-        for j in range(8):
-            signs = (int(word) << 7 - j & 0x80808080) ^ 0xC0C0C0C0
-            byte = np.uint32(signs).tobytes()
-            at = 256 * pair + 128 * h + 16 * j + 4 * t
-            decoded[16 * i + 8 * r + g, at : at + 4] = np.frombuffer(byte, np.int8) * (np.float64(d) / 64)
-    np.testing.assert_allclose(ordered @ decoded.T, want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("group", [16, 32])

@@ -80,13 +80,21 @@ def test_rows_in_lockstep_are_normed_as_defined(columns, layer, group):
     assert np.mean(np.asarray(got) != want) < 0.01
 
 
+def by_column(places: np.ndarray) -> np.ndarray:
+    """[.., 128] in the order of activations_int8 -> by columns: place h, p, t, b is column t, h, b, p."""
+    return np.moveaxis(
+        places.reshape(*places.shape[:-1], 2, 4, 4, 4), (-4, -3, -2, -1), (-3, -1, -4, -2)
+    ).reshape(places.shape)
+
+
 def in_order(q, scale, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
     """What activations_int8 makes, as (whole numbers [rows, columns], scales of them [rows, groups])."""
     q, scale = np.asarray(q)[:, :, :rows], np.asarray(scale)
     digits, groups = q.shape[:2]
     m, lane = np.arange(rows), np.arange(8)
-    lanes = q.reshape(digits, groups, rows, 8, 16)[:, :, m[:, None], lane ^ m[:, None] % 8]  # [..., lane, i]
-    q = lanes.transpose(0, 2, 1, 4, 3).reshape(digits, rows, -1).astype(np.int64)
+    places = q.reshape(digits, groups, rows, 8, 16)[:, :, m[:, None], lane ^ m[:, None] % 8]
+    q = by_column(places.reshape(digits, groups, rows, 128))
+    q = q.swapaxes(1, 2).reshape(digits, rows, -1).astype(np.int64)
     assert (q[:, :, columns:] == 0).all()
     place = m & ~14 | (m & 6) << 1 | (m & 8) >> 2
     scale = scale[:, :, place].swapaxes(1, 2)[:, :, : columns // 128]
@@ -154,29 +162,6 @@ def test_rows_are_the_same_among_more_than_a_step_has():
         np.testing.assert_array_equal(np.asarray(scales)[..., :16], few_scales)
 
 
-def test_bits_in_lockstep_are_64_or_less_64_where_activations_expect_them():
-    """Register 2 j + r of a lane: byte b is bit 8 b + j of its word of row r."""
-    words = np.random.default_rng(0).integers(0, 2**32, (128, 2), np.uint32)
-
-    def body(words_gmem, out_gmem):
-        thread = lanes.thread()
-        loaded = [memory.load(words_gmem, thread, r) for r in (0, 1)]
-        for i, register in enumerate(bit_prefill_sm90._weights(loaded)):
-            memory.store(register, out_gmem, thread, i)
-
-    with lockstep():
-        out = bit_prefill_sm90.plgpu.kernel(
-            body,
-            out_type=jax.ShapeDtypeStruct((128, 16), jnp.int32),
-            grid=(1,),
-            num_threads=1,
-            scratch_types=[],
-        )(words)
-    got = np.asarray(out).view(np.int8).reshape(128, 8, 2, 4)  # lane, j, r, b
-    bits = words.view(np.uint8).reshape(128, 2, 4)[:, None] >> np.arange(8)[None, :, None, None] & 1
-    np.testing.assert_array_equal(got, np.where(bits, 64, -64))
-
-
 @pytest.mark.parametrize(("matrices", "added"), [(1, False), (1, True), (2, False)])
 def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
     """Of a warpgroup: lane 4 g + t of warp w has rows 16 w + g + 8 r and tokens 8 j + 2 t + e of its sums.
@@ -201,7 +186,7 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         thread = lanes.thread()
         loaded = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
         fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=loaded))
-        bit_prefill_sm90._store(fragment, out_gmem, SILU if matrices == 2 else None, added)
+        bit_prefill_sm90._store((fragment,), out_gmem, SILU if matrices == 2 else None, added)
 
     with lockstep():
         out = jax.new_ref(start.reshape(*start.shape[:3], 32))

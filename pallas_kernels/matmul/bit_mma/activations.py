@@ -7,10 +7,11 @@ there is one.
 The same numbers as in a decode step (plane_product.py). A block of threads has a row in its registers, so
 that it is read once. Each warp has whole groups, whose largest it finds without the others: a lane loads 4
 neighbouring columns of a group, 16 bytes, and four lanes exchange the bytes that they make of them, so that
-each stores one word: place 16 j + i of a group is column 8 i + j.
+each stores one word: place 16 (4 h + p) + 4 t + b of a group is column 32 t + 16 h + 4 b + p, as
+group_sums.py makes bytes of bits.
 
 The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
-row m the 16 bytes of columns j, 8 + j, .. 120 + j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128
+row m the 16 bytes of one h and p in place (4 h + p) ^ (m % 8) of 8 (what TMA calls a swizzle of 128
 bytes). Scales of 16 rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place
 4 t + 2 b + e.
 
@@ -87,10 +88,9 @@ def _quantize_row(
     firsts = range(0, width // GROUP, warps)
     groups = [warp + first for first in firsts]
     in_row = [None if first + warps <= count else warp + first < count for first in firsts]
-    # Columns of four neighbouring lanes are 8 apart, so that they have the bytes of each other's words
-    # (_exchanged). Warps behind the row's end load its last group.
-    first_column = lane // 8 * 32 + lane % 4 * 8 + lane // 4 % 2 * 4
-    starts = [index(minimum(group, count - 1) * GROUP + first_column) for group in groups]
+    # Four neighbouring lanes have the bytes of each other's words (_exchanged). Warps behind the row's end
+    # load its last group.
+    starts = [index(minimum(group, count - 1) * GROUP + lane * 4) for group in groups]
 
     def load(ref, *row):
         return [memory.load_reals(4, ref, [*row, start]) for start in starts]
@@ -121,7 +121,7 @@ def _quantize_row(
 def columns_of_lane(group) -> list[tuple]:
     """The columns that a lane has of a group of 128 that is a warp's, an index and a constant each."""
     lane = lanes.thread() % 32
-    return [(group * GROUP + (lane // 8 * 32 + lane % 8), 8 * i) for i in range(4)]
+    return [(group * GROUP + (lane // 8 * 32 + lane // 4 % 2 * 16 + lane % 4), 4 * i) for i in range(4)]
 
 
 def store_group(x: list, row, group, q_gmem, scale_gmem):

@@ -9,6 +9,7 @@ from jax import lax
 
 from pallas_kernels import device
 from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul.bit_mma.group_sums import COEFFICIENTS, together
 from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.prefill import clocks_of_sums
 
@@ -115,4 +116,8 @@ def shared_bytes(warpgroups: int, tokens: int, slots: int, matrices: int, planes
     activations, results = slots * STEP * tokens, warpgroups * tokens * 64 // matrices
     words = slots * 4 * warpgroups * pairs * 128
     buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * words // 8, 4 * slots * 2]
-    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups)
+    barriers = 2 * slots + warpgroups
+    if together(tokens, planes):
+        buffers.append(4 * slots * COEFFICIENTS * tokens)
+        barriers += slots
+    return shared_memory.bytes_taken(*buffers, barriers=barriers)

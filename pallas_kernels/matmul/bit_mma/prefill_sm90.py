@@ -1,21 +1,10 @@
 """Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights dequantized
 in registers.
 
-    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d s / 64 S,   S = sum(+-64 q), exact
+    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m])
 
-wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
-warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
-the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of the same rows. The order of
-columns within a group is free, as long as the activations follow it (activations_int8.py). So every lane
-dequantizes its own words, four weights by two instructions, and nothing is exchanged:
-
-    -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7
-    position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
-
-What takes as long as the tensor cores is S to float32 and its scales, once for a group, output and token:
-
-    M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23; a conversion takes four times as long
-    y  <-  y + s / 64 (d (M + S) - d M)     two fma; d has 11 bits, so d M is exact
+group_sums.py says how a lane makes operands of its bits, and how the sums of groups become y: exactly for
+activations of 16 bits and for tiles of up to 32 tokens; else with d rounded to 7 bits of the largest of four.
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
@@ -26,7 +15,6 @@ step. The residual comes, and results leave, by TMA through shared memory, while
 """
 
 import functools
-import itertools
 import math
 
 import jax
@@ -34,24 +22,30 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
-from jax.experimental.mosaic.gpu import mma_utils
-from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import FAST
-from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
+from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
+from pallas_kernels.matmul.bit_mma.group_sums import (
+    COEFFICIENTS,
+    Slot,
+    add_groups,
+    add_groups_together,
+    store_coefficients,
+    together,
+    unit_of,
+)
 from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Steps, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
-from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
 RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
-MOST_OVERLAPPED = 32  # tokens of a tile of which two products have room in registers
+OF_ROWS = plgpu.Layout.WGMMA.reduce(1)  # one number for each row of sums
 
 
 @functools.partial(jax.jit, static_argnames=("n", "activation", "summed"))
@@ -104,6 +98,9 @@ def bit_prefill_sm90(
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots),
         "residual_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
     }  # fmt: skip
+    if together(tokens, planes):
+        scratch["coefficients_smem"] = plgpu.SMEM((slots, COEFFICIENTS, tokens), jnp.float32)
+        scratch["coefficients_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
     kernel = plgpu.kernel(
         functools.partial(
             _body,
@@ -126,6 +123,7 @@ def bit_prefill_sm90(
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_full, free, residual_full,
+    coefficients_smem=None, coefficients_full=None,
     plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
@@ -171,12 +169,16 @@ def _body(
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_full.at[slot])
                 slot_refs = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
-                # pyrefly: ignore[bad-argument-count]
-                sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *slot_refs, q)
+                coefficients = []
+                if coefficients_smem is not None and coefficients_full is not None:
+                    plgpu.barrier_wait(coefficients_full.at[slot])
+                    coefficients = [coefficients_smem.at[slot]]
+                turn = lax.rem(lax.div(at, slots), 2)
+                sums = _add_step(sums, turn, q, *slot_refs, *coefficients)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
-            start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
+            start = _start(tokens, coefficients_smem is not None)
             sums = lax.fori_loop(0, tile_steps.in_tile(sm, i), one_step, start)
             if added:
                 plgpu.barrier_wait(residual_full.at[warpgroup])
@@ -194,6 +196,14 @@ def _body(
     def _bring():
         plgpu.set_max_registers(for_copies, action="decrease")
         layer = layer_gmem[0]
+        lag = max(slots - 2, 0)  # steps: coefficients are wanted when the products before them are done
+
+        def make_coefficients(at):
+            slot, turn = lax.rem(at, slots), lax.rem(lax.div(at, slots), 2)
+            # pyrefly: ignore[missing-attribute]
+            _make_coefficients(turn, *(ref.at[slot] for ref in (full_smem, scale_smem, coefficients_smem)))
+            # pyrefly: ignore[missing-attribute]
+            plgpu.barrier_arrive(coefficients_full.at[slot])
 
         @pl.loop(0, count)
         def _tile(i):
@@ -216,6 +226,12 @@ def _body(
                     for source, target in zip(refs, (words_smem, d_smem), strict=True):
                         source = source.at[layer, tile_range, pl.ds((first + step) * pairs, pairs)]
                         plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_full.at[slot])
+                if coefficients_smem is not None:
+                    pl.when(at >= lag)(lambda: make_coefficients(at - lag))
+
+        if coefficients_smem is not None:
+            steps_of_all = tile_steps.before_tile(sm, count)
+            pl.loop(jnp.maximum(steps_of_all - lag, 0), steps_of_all)(make_coefficients)
 
 
 def _init_barriers(full_smem):
@@ -260,137 +276,76 @@ def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
     bring((step, token, slot), q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
 
 
-def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
-    """sums, float32 [64, tokens] + the products of a step, when its activations are there.
+def _make_coefficients(turn, full_smem, scale_smem, coefficients_smem):
+    """When the scales of a step are there, by the warpgroup that has asked for them."""
 
-    turn        0 or 1, of the slot's barrier full_smem
-    words_smem  uint32 [matrices, tiles, pairs, 128] and
-    d_smem      uint32 [matrices, tiles, pairs, 16]: the weights of both warpgroups
-    scale_smem  float32 [groups, planes, tokens], in the order of activations_int8
-    q_smem      int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 3))
+    def make(ctx, turn, full_smem, scale_smem, coefficients_smem):
+        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
+        store_coefficients(scale_smem, coefficients_smem)
+
+    make(turn, full_smem, scale_smem, coefficients_smem)
+
+
+def _start(tokens: int, together: bool) -> tuple:
+    """What a tile begins with: its sums, and by `add_groups_together` what its rows count them in."""
+    start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
+    return (start, plgpu.layout_cast(jnp.ones(64, jnp.float32), OF_ROWS)) if together else (start,)
+
+
+def _add_step(carry, turn, q_smem, words_smem, d_smem, scale_smem, full_smem, *coefficients_smem):
+    """The carry of `_start`, and the products of a step, when its activations are there.
+
+    turn  0 or 1, of the slot's barrier full_smem
+    The others are a slot's, as group_sums.Slot and `add_groups_together` have them.
     """
-    tokens, matrices, planes = sums.shape[1], words_smem.shape[0], scale_smem.shape[1]
-    types = (plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 4)
+    tokens, layouts = carry[0].shape[1], (plgpu.Layout.WGMMA, OF_ROWS)[: len(carry)]
+    refs = (words_smem, d_smem, scale_smem, full_smem, *coefficients_smem)
+    q_types = (plgpu.RefType(swizzled(1)),) * len(q_smem)
 
     @plgpu.inline_mgpu(
-        arg_types=(*types, (plgpu.RefType(swizzled(1)),) * len(q_smem)),
-        return_type=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
+        arg_types=(layouts, plgpu.Layout.WG_SPLAT, q_types, (plgpu.RefType(),) * len(refs)),
+        return_type=tuple(
+            plgpu.ShapeDtypeStruct(v.shape, jnp.float32, layout=layout)
+            for v, layout in zip(carry, layouts, strict=True)
+        ),
     )
-    def add(ctx, sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
-        warp, number, g, t = map(integer, lane())
-        warpgroup = integer(lanes.thread()) // 128
-        tile = index(warpgroup * (4 // matrices) + warp // matrices)
-        half = warp % 2  # of two matrices: whether rows g + 8
-        second, halves = half == 1, half * 0x2222 + 0x5410
-
-        def load(pair):
-            """Of each of a pair of groups the words and d of this lane's rows: g and g + 8 of a tile, or one
-            of them of both matrices."""
-            at = [(w, tile, pair) for w in range(matrices)]
-            four = [memory.load_words(4, words_smem, [*place, number * 4]) for place in at]
-            d = [[memory.load(d_smem, *place, index(g) + 8 * h) for place in at] for h in (0, 1)]
-            if matrices == 1:
-                return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
-            words = [[select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
-            # pyrefly: ignore[bad-argument-count]
-            return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
-
-        four_t = index(t * 4)
-        y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
-
-        def scale(i, d, product):
-            group, plane = divmod(i, planes)
-            less = [x * -MAGIC for x in d]
-            s = [
-                memory.load_reals(4, scale_smem, [group, plane, four_t + first])
-                for first in range(0, tokens, 16)
-            ]
-            # Row by row, so that an instruction finds the row's d where the one before had it.
-            for r, j, e in itertools.product((0, 1), range(tokens // 8), (0, 1)):
-                at = 4 * j + 2 * r + e
-                whole = as_real(product[at] + MAGIC_WORD)
-                y[at] = fma(fma(whole, d[r], less[r]), s[j // 2][2 * (j % 2) + e], y[at])
-
+    def add(ctx, carry, turn, q_smem, refs):
+        words_smem, d_smem, scale_smem, full_smem, *coefficients_smem = refs
+        slot = Slot(words_smem, d_smem, scale_smem, q_smem)
+        sums = [lanes.element(v, e) for v in carry[0].registers.flat for e in (0, 1)]
         memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
-        pending = []  # products on their way: where registers have room, one is scaled while the next is made
-        for i, q in enumerate(q_smem):
-            group, plane = divmod(i, planes)
-            if i % (2 * planes) == 0:
-                weights = load(group // 2)
-            if plane == 0:
-                words, d = weights[group % 2]
-                bytes_ = _weights(words)
-            pending.append((i, d, _multiply(bytes_, q, tokens, unsigned=plane > 0)))
-            if len(pending) > (tokens <= MOST_OVERLAPPED):
-                i, d_then, product = pending.pop(0)
-                scale(i, d_then, _arrived(product, len(pending)))
-        for i, d_then, product in pending:
-            scale(i, d_then, _arrived(product, 0))
-        pairs = [lanes.real_vector(y[i : i + 2]) for i in range(0, len(y), 2)]
-        return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
+        if not coefficients_smem:
+            return (_sums(add_groups(slot, sums), tokens),)
+        largest = [lanes.element(v, 0) for v in carry[1].registers.flat]
+        sums, largest = add_groups_together(slot, coefficients_smem[0], sums, largest)
+        largest = [lanes.real_vector([v]) for v in largest]
+        return _sums(sums, tokens), fragment(largest, (64,), carry[1].layout)
 
-    return add(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem)
+    return add(carry, turn, q_smem, refs)
 
 
-def _weights(words) -> list:
-    """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns."""
-    mask = lanes.opaque(integer(0x80808080))  # in a register: an instruction has room for one constant
-    registers = []
-    for j in range(8):
-        for word in words:
-            word = word << 7 - j if j < 7 else word
-            text = "lop3.b32 $0, $1, $2, 0xC0C0C0C0, 0x6A;"  # (word & mask) ^ 0xC0C0C0C0
-            registers.append(lanes.ptx(i32(), [word, mask], text, "=r,r,r"))
-    return registers
+def _sums(y: list, tokens: int):
+    """This lane's sums as an array of Mosaic's."""
+    pairs = [lanes.real_vector(y[i : i + 2]) for i in range(0, len(y), 2)]
+    return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
 
 
-def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
-    """Begin int32 [64, tokens] = weights * activations over 128 columns: the registers that `_arrived` must
-    see before anything reads them.
-
-    The chain begins with scale-d = 0, which Mosaic's own wgmma does not offer: nothing has to be cleared.
-    """
-    (base, (_, (k_stride, *_))), _, _ = mma_utils.create_descriptor(
-        mosaic.memref_transpose(q_smem, (1, 0, 3, 2)),
-        swizzle=GROUP,
-        large_tile=(GROUP, GROUP),
-        group_size=(GROUP, tokens),
-        logical_k_major=True,
-    )
-    count = tokens // 2
-    # Operands: outputs, the 16 weights, the descriptor. Each wgmma has 4 of the weights.
-    accumulators = "{" + ",".join(f"${i}" for i in range(count)) + "}"
-    kind = "u8" if unsigned else "s8"
-    text = "{ .reg .pred p; .reg .b64 b; wgmma.fence.sync.aligned; "
-    for k in range(4):
-        a = "{" + ",".join(f"${count + 4 * k + i}" for i in range(4)) + "}"
-        offset = k * k_stride >> 4
-        text += f"setp.ne.b32 p, {min(k, 1)}, 0; add.s64 b, ${count + 16}, {offset}; "
-        text += f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.{kind} {accumulators}, {a}, b, p; "
-    text += "wgmma.commit_group.sync.aligned; }"
-    constraints = ",".join(["=r"] * count + ["r"] * 16 + ["l"])
-    return lanes.ptx([i32()] * count, [*weights, base], text, constraints, effects=True)
-
-
-def _arrived(product: list, later: int) -> list:
-    """The registers of a product, when it is done and at most so many later ones are not: what uses them is
-    not computed before."""
-    lanes.ptx(None, [], f"wgmma.wait_group.sync.aligned {later};", "~{memory}", effects=True)
-    count = len(product)
-    constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
-    return lanes.ptx([i32()] * count, product, "", constraints, effects=True)
-
-
-def _store(sums, out_smem, activation: Activation | None, added: bool):
-    """sums, or sums + what is there, or the activation of a lane's rows g and g + 8, transposed to out_smem,
-    float32 [tokens, outputs], swizzled."""
+def _store(carry, out_smem, activation: Activation | None, added: bool):
+    """The sums of a tile, or they + what is there, or the activation of a lane's rows g and g + 8, transposed
+    to out_smem, float32 [tokens, outputs], swizzled."""
 
     matrices = 1 if activation is None else 2
+    layouts = (plgpu.Layout.WGMMA, OF_ROWS)[: len(carry)]
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
-    def store(ctx, sums, out_smem):
+    @plgpu.inline_mgpu(arg_types=(layouts, plgpu.RefType(swizzled(4))))
+    def store(ctx, carry, out_smem):
         warp, _, g, t = map(integer, lane())
-        values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
+        sums, *largest = (array.registers.flat for array in carry)
+        values = [[lanes.element(v, e) for e in (0, 1)] for v in sums]
+        if largest:
+            units = [unit_of(lanes.element(v, 0)) for v in largest[0]]
+            values = [[v * units[i % 2] for v in pair] for i, pair in enumerate(values)]
         # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
         for e in (0, 1):
             row = t * 2 + e
@@ -407,7 +362,7 @@ def _store(sums, out_smem, activation: Activation | None, added: bool):
                         y = values[2 * j + r][e]
                     memory.store(y + residual[j] if added else y, out_smem, *place)
 
-    store(sums, out_smem)
+    store(carry, out_smem)
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:

@@ -211,9 +211,15 @@ def _multiply(loaded, w_gmem, layer, first, thread, group, rows, shared_smem, pr
             memory.store(value, products_gmem, group, row, first + lane)
 
 
+def columns_of_lane(group) -> list[tuple]:
+    """The columns that a lane has of a group of 128 that is a warp's, an index and a constant each."""
+    lane = lanes.thread() % 32
+    return [(group * GROUP + (lane // 8 * 32 + lane % 8), 8 * i) for i in range(4)]
+
+
 def store_group(x: list, row, group, rows: int, q_gmem, scales_gmem, squares_gmem):
     """Round a group of a row to 8 bits and store it where `quantize_rows` does. A warp calls it; each lane
-    gives the columns that activations.columns_of_lane names. The bits are the same, but squares stay unset.
+    gives the columns that `columns_of_lane` names. The bits are the same, but squares stay unset.
     The warp with row 0 also marks rows that are not there."""
     lane, top = integer(lanes.thread()) % 32, 127
     largest = largest_of_group(x, lanes.largest_of_warp)

@@ -1,0 +1,257 @@
+"""What prefill_sm90.py makes of four groups of 128 columns: products of bytes by wgmma, and their sums.
+
+wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
+warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
+the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of the same rows. The order of
+columns within a group is free, as long as the activations follow it (activations.py). So every lane makes
+bytes of its own words (`weights_as_bytes`), and nothing is exchanged.
+
+A tensor core and its scheduler do not work at the same time: what a product takes is its multiplications and
+all other instructions (benchmarks/LOG.md, 2026-11-20). Of those most are for scales, once for a group, output
+and token. There are two ways, for weights +-d[n] and activations s[m] q[m]:
+
+`add_groups`: exact but for the order of sums. Weights are +-64, and each group has a sum of its own.
+
+    S = sum(+-64 q);  M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23
+    y  <-  y + s / 64 (d (M + S) - d M)     an addition and two fma; d has 11 bits, so d M is exact
+
+A conversion would take four times as long as this addition.
+
+`add_groups_together`: one fma for a group. d is rounded to 7 bits of the largest of the row's four groups, so
+that it is within the weights, and s differs less from group to group than a sum has bits, so that the tensor
+core need not begin anew:
+
+    b = round(127 |d| / D) sign(d), D the largest |d| of the row's four groups;  d is taken as b D / 127
+    F_0 = 2^23,  F_g = F_(g-1) + sum(+-b q);  sum over g of s_g (F_g - F_(g-1))
+                                           = sum over g of (s_g - s_(g+1)) F_g - 2^23 s_1,  s_5 = 0
+
+Four groups are at most 4 * 128 * 128 * 127 < 2^23 in size, so 0 < F < 2^24, and the bits of such an integer
+are a float32: F 2^-149, a subnormal number, which an fma takes as fast as others. y is kept in units of the
+last D and 2^23 s_1 is taken off when it changes: y <- y D'/D - 2^23 s_1.
+"""
+
+import itertools
+
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mosaic
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    fma,
+    greatest,
+    i32,
+    index,
+    integer,
+    maximum,
+    real,
+    select,
+)
+from pallas_kernels.gpu.wgmma import lane
+from pallas_kernels.matmul.bit_mma.activations import GROUP
+from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
+
+TOP = 127  # b of the largest scale
+FIRST = 2**23  # F_0
+UNIT = -149  # a bit of a float32 without exponent is 2^UNIT
+# Coefficients of F have this factor, so that neither they nor what is summed leave the range of float32.
+COEFFICIENT = 64
+SMALLEST = 2.0**-60  # in place of D where all scales are 0: the smallest float16 is 2^-24
+COEFFICIENTS = 5  # for each token and four groups: of F_1 .. F_4, and what takes off F_0
+MOST_EXACT = 32  # tokens of a tile
+
+
+def together(tokens: int, planes: int) -> bool:
+    """Whether a tile of so many tokens takes `add_groups_together`. Activations of 16 bits want exact scales;
+    a few tokens have little to scale."""
+    return planes == 1 and tokens > MOST_EXACT
+
+
+class Slot:
+    """A step's weights and activations in shared memory, as a lane finds them.
+
+    words   ref of uint32 [matrices, tiles, pairs, 128] and
+    d       ref of uint32 [matrices, tiles, pairs, 16]: the weights of all warpgroups
+    scales  ref of float32 [groups, planes, tokens], s / 64 in the order of activations_int8
+    q       refs of int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
+    """
+
+    def __init__(self, words, d, scales, q):
+        self.words, self.d, self.scales, self.q = words, d, scales, q
+        self.matrices, self.pairs = words.type.shape[0], words.type.shape[2]
+        _, self.planes, self.tokens = scales.type.shape
+        warp, self.number, self.g, self.t = map(integer, lane())
+        warpgroup = integer(lanes.thread()) // 128
+        self.tile = index(warpgroup * (4 // self.matrices) + warp // self.matrices)
+        self.half = warp % 2  # of two matrices: whether rows g + 8
+
+    def weights(self, pair: int) -> list[tuple[list, list]]:
+        """Of each of a pair of groups the words and the float32 d of this lane's rows: g and g + 8 of a tile,
+        or one of them of both matrices."""
+        at = [(w, self.tile, pair) for w in range(self.matrices)]
+        four = [memory.load_words(4, self.words, [*place, self.number * 4]) for place in at]
+        d = [[memory.load(self.d, *place, index(self.g) + 8 * h) for place in at] for h in (0, 1)]
+        if self.matrices == 1:
+            return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
+        second, halves = self.half == 1, self.half * 0x2222 + 0x5410
+        words = [[select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
+        # pyrefly: ignore[bad-argument-count]
+        return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
+
+    def by_token(self, ref, *at) -> list[list]:
+        """Four numbers for each 16 tokens, those of this lane: `each_sum` says which is whose."""
+        four_t = index(self.t * 4)
+        return [memory.load_reals(4, ref, [*at, four_t + first]) for first in range(0, self.tokens, 16)]
+
+    def each_sum(self):
+        """(place among this lane's sums, row r, piece and place in `by_token`). Row by row, so that an
+        instruction finds what belongs to the row where the one before had it."""
+        for r, j, e in itertools.product((0, 1), range(self.tokens // 8), (0, 1)):
+            yield 4 * j + 2 * r + e, r, j // 2, 2 * (j % 2) + e
+
+
+def add_groups(slot: Slot, sums: list) -> list:
+    """This lane's sums, float32, and a step's products."""
+    table, y = signed_table(lanes.in_register(64)), list(sums)
+
+    def scale(i, d, product):
+        less, s = [x * -MAGIC for x in d], slot.by_token(slot.scales, *divmod(i, slot.planes))
+        for at, r, piece, place in slot.each_sum():
+            whole = as_real(product[at] + MAGIC_WORD)
+            y[at] = fma(fma(whole, d[r], less[r]), s[piece][place], y[at])
+
+    pending = []  # products on their way: where registers have room, one is scaled while the next is made
+    for i, q in enumerate(slot.q):
+        group, plane = divmod(i, slot.planes)
+        if i % (2 * slot.planes) == 0:
+            weights = slot.weights(group // 2)
+        if plane == 0:
+            words, d = weights[group % 2]
+            bytes_ = weights_as_bytes(words, [table, table])
+        pending.append((i, d, multiply(bytes_, q, slot.tokens, unsigned=plane > 0)))
+        if len(pending) > (slot.tokens <= MOST_EXACT):
+            i, d_then, product = pending.pop(0)
+            scale(i, d_then, arrived(product, len(pending)))
+    for i, d_then, product in pending:
+        scale(i, d_then, arrived(product, 0))
+    return y
+
+
+def add_groups_together(slot: Slot, coefficients, sums: list, largest: list) -> tuple[list, list]:
+    """This lane's sums, float32 in units of the largest |d| that its two rows had, and a step's products;
+    then the largest |d| of the step.
+
+    coefficients  ref of float32 [COEFFICIENTS, tokens], what `store_coefficients` makes of the slot's scales
+    """
+    groups = [group for pair in range(slot.pairs) for group in slot.weights(pair)]
+    now = [maximum(greatest([abs(d[r]) for _, d in groups]), SMALLEST) for r in (0, 1)]
+    inverse = [lanes.reciprocal(v) for v in now]
+
+    def begun(group, running):
+        words, d = groups[group]
+        b = [as_word(fma(d[r], inverse[r] * TOP, MAGIC)) for r in (0, 1)]
+        weights = weights_as_bytes(words, [signed_table(v) for v in b])
+        return multiply(weights, slot.q[group], slot.tokens, running)
+
+    running = begun(0, [integer(FIRST)] * len(sums))
+    ratio = [v * w for v, w in zip(largest, inverse, strict=True)]
+    less, y = slot.by_token(coefficients, len(groups)), list(sums)
+    for i, r, piece, place in slot.each_sum():
+        y[i] = fma(y[i], ratio[r], less[piece][place])
+    for group in range(len(groups)):
+        c = slot.by_token(coefficients, group)
+        running = arrived(running, 0)
+        for i, _, piece, place in slot.each_sum():
+            y[i] = fma(as_real(running[i]), c[piece][place], y[i])
+        if group + 1 < len(groups):
+            running = begun(group + 1, running)
+    return y, now
+
+
+def store_coefficients(scales, coefficients):
+    """By a warpgroup, a thread a token: what `add_groups_together` multiplies sums with. Of the s_g / 64 of a
+    step's groups, float32 [groups, 1, tokens], s_g - s_(g+1) for each, and what takes off F_0."""
+    groups, _, tokens = scales.type.shape
+    token = integer(lanes.thread()) % 128
+    with lanes.when(token < tokens):
+        s = [memory.load(scales, group, 0, token) for group in range(groups)]
+        for group, after in enumerate([*s[1:], real(0)]):
+            memory.store((s[group] - after) * 2.0**COEFFICIENT, coefficients, group, token)
+        memory.store(s[0] * -(FIRST * 2.0 ** (UNIT + COEFFICIENT)), coefficients, groups, token)
+
+
+def unit_of(largest):
+    """What y of `add_groups_together` is counted in: s / 64, D / 127, a bit of F, and its coefficient."""
+    return largest * (64 / TOP * 2.0 ** -(UNIT + COEFFICIENT))
+
+
+def signed_table(b) -> list:
+    """A number, in the lowest byte of a word -> words of -b and b for `weights_as_bytes`: the byte that three
+    bits of an index choose of two words is b where bit 0, 1 or 2 of it is 1."""
+    less = 0 - b
+    return [
+        (word := lanes.bytes_of(less, b, 0x4040), word),
+        (word := lanes.bytes_of(less, b, 0x4400), word),
+        (lanes.bytes_of(less, b, 0x0000), lanes.bytes_of(less, b, 0x4444)),
+    ]
+
+
+def weights_as_bytes(words, tables) -> list:
+    """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns: byte b
+    of register 2 j + r, j = 4 h + p, is bit 16 h + 4 b + p of row r's word.
+
+    A bit is a weight's sign, and chooses one of the two bytes in a table of its row: the four bytes of a
+    register have the bits of four nibbles, each of which names a byte for `prmt`, whose highest bit has to
+    be 0.
+    """
+    rows = []
+    for word, (by_0, by_1, by_2) in zip(words, tables, strict=True):
+        nibbles = word & 0x77777777, word >> 1 & 0x77777777  # with their bits 0 to 2, and with 1 to 3
+        row = []
+        for shift in (0, 16):
+            low, high = (v >> shift if shift else v for v in nibbles)
+            each = (low, by_0), (low, by_1), (low, by_2), (high, by_2)
+            # pyrefly: ignore[bad-argument-count]
+            row += [lanes.chosen_bytes(*table, selector) for selector, table in each]
+        rows.append(row)
+    return [register for both in zip(*rows, strict=True) for register in both]
+
+
+def multiply(weights, q, tokens: int, sums: list | None = None, *, unsigned: bool = False) -> list:
+    """Begin int32 [64, tokens] = sums + weights * activations over 128 columns: the registers that `arrived`
+    must see before anything reads them.
+
+    Without sums the chain begins with scale-d = 0, which Mosaic's own wgmma does not offer: nothing has to be
+    cleared.
+    """
+    (base, (_, (k_stride, *_))), _, _ = mma_utils.create_descriptor(
+        mosaic.memref_transpose(q, (1, 0, 3, 2)),
+        swizzle=GROUP,
+        large_tile=(GROUP, GROUP),
+        group_size=(GROUP, tokens),
+        logical_k_major=True,
+    )
+    count = tokens // 2
+    # Operands: outputs, the 16 weights, the descriptor, and sums. Each wgmma has 4 of the weights.
+    accumulators = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    kind = "u8" if unsigned else "s8"
+    text = "{ .reg .pred p; .reg .b64 b; wgmma.fence.sync.aligned; "
+    for k in range(4):
+        a = "{" + ",".join(f"${count + 4 * k + i}" for i in range(4)) + "}"
+        offset = k * k_stride >> 4
+        text += f"setp.ne.b32 p, {int(k > 0 or sums is not None)}, 0; add.s64 b, ${count + 16}, {offset}; "
+        text += f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.{kind} {accumulators}, {a}, b, p; "
+    text += "wgmma.commit_group.sync.aligned; }"
+    constraints = ["=r"] * count + ["r"] * 16 + ["l"] + [str(i) for i in range(count)] * (sums is not None)
+    operands = [*weights, base, *(sums or [])]
+    return lanes.ptx([i32()] * count, operands, text, ",".join(constraints), effects=True)
+
+
+def arrived(product: list, later: int) -> list:
+    """The registers of a product, when it is done and at most so many later ones are not: what uses them is
+    not computed before."""
+    lanes.ptx(None, [], f"wgmma.wait_group.sync.aligned {later};", "~{memory}", effects=True)
+    count = len(product)
+    constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
+    return lanes.ptx([i32()] * count, product, "", constraints, effects=True)

@@ -1,0 +1,199 @@
+"""What a lane of bit_prefill_sm90 makes of its bits, scales and sums (lockstep), against the definition in
+float64. The multiplication itself, wgmma, is numpy's here; its operands and sums lie as the PTX ISA says."""
+
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import real
+from pallas_kernels.matmul.bit_mma import activations, group_sums, prefill_sm90
+from pallas_kernels.qtensor import tile
+from tests.pallas_kernels.lockstep import launched, lockstep
+from tests.pallas_kernels.lockstep.values import i32
+from tests.pallas_kernels.test_lockstep_rows import in_order
+
+GROUPS, TOKENS, WARPGROUP = 4, 48, 128
+
+
+def multiplied(q: np.ndarray):
+    """In place of `multiply`. q int [groups, planes, tokens, 128], in the order of activations_int8.
+
+    Lane 4 g + t of warp w has, of the first operand, in byte b of register 2 j + r, row 16 w + g + 8 r and
+    place 16 j + 4 t + b; of the sums, in register 4 j + 2 r + e, the same row and token 8 j + 2 t + e.
+    """
+
+    def multiply(weights, place, tokens, sums=None, *, unsigned=False):
+        words = np.stack([v.of_threads(WARPGROUP) for v in weights], -1).astype(np.uint32)
+        bytes_ = words.view(np.int8).reshape(4, 8, 4, 8, 2, 4).astype(np.int64)  # w, g, t, j, r, b
+        operand = bytes_.transpose(0, 4, 1, 3, 2, 5).reshape(64, 128)
+        assert unsigned == (place[1] > 0)
+        product = (operand @ q[place].T).reshape(4, 2, 8, tokens // 8, 4, 2)  # w, r, g, j, t, e
+        of_lane = product.transpose(0, 2, 4, 3, 1, 5).reshape(WARPGROUP, -1)
+        before = [0] * (tokens // 2) if sums is None else [v.of_threads(WARPGROUP) for v in sums]
+        return [i32(of_lane[:, i] + before[i]) for i in range(tokens // 2)]
+
+    return mock.patch.multiple(group_sums, multiply=multiply, arrived=lambda product, later: product)
+
+
+def drawn(rng, matrices: int, steps: int):
+    """Q1_0 of as many rows as a warpgroup has of each matrix, and their (d, signs [rows, groups, 128])."""
+    rows, groups = 64 // matrices, GROUPS * steps
+    made = []
+    for _ in range(matrices):
+        d = (
+            rng.uniform(0.001, 1, (rows, groups))
+            * rng.choice([-1, 1], (rows, groups))
+            * 2.0 ** rng.integers(-8, 3, (rows, 1))
+        )
+        d[3], d[5, :GROUPS], d[7, ::2] = 0, 0, 1e-7  # rows and steps without scales, and with the smallest
+        d, qs = d.astype(np.float16), rng.integers(0, 256, (rows, groups, 16), np.uint8)
+        w = tile(QTensor({"d": jnp.asarray(d), "qs": jnp.asarray(qs)}, "q1_0", (rows, 128 * groups)))
+        signs = 2.0 * np.unpackbits(qs, axis=-1, bitorder="little") - 1
+        made.append((w, d.astype(np.float64), signs))
+    return made
+
+
+def of_rows(made: list[np.ndarray]) -> np.ndarray:
+    """[rows of each matrix, ..] -> [64, ..] as a warpgroup has them: of two matrices row 8 w + g of the first
+    as row 16 w + g, and of the second as row 16 w + g + 8."""
+    if len(made) == 1:
+        return made[0]
+    return np.stack([a.reshape(4, 8, *a.shape[1:]) for a in made], 1).reshape(64, *made[0].shape[1:])
+
+
+def rounded(d: np.ndarray) -> np.ndarray:
+    """Of a row's four groups, to 7 bits of the largest; float32 as the kernel has it before it rounds."""
+    of_steps = d.reshape(len(d), -1, GROUPS)
+    largest = np.maximum(np.abs(of_steps).max(-1, keepdims=True), group_sums.SMALLEST)
+    times = (np.float32(1) / largest.astype(np.float32)) * np.float32(127)
+    return (np.rint(of_steps * times.astype(np.float64)) * largest / 127).reshape(d.shape)
+
+
+def sums_of_steps(made, q, scales, steps: int, together: bool) -> np.ndarray:
+    """[64, tokens] by the kernel's functions; q as `multiplied` has it, of all steps."""
+    planes = q.shape[1]
+    words, d = (
+        np.stack([np.asarray(w.fields[name]).reshape(len(signs) // 16, -1, size) for w, _, signs in made])
+        for name, size in (("words", 128), ("scales", 16))
+    )
+    pairs = GROUPS // 2
+
+    def body(*refs):
+        *inputs, out_gmem, coefficients_smem = refs
+        carry, y = [real(1)] * 2, [real(0)] * (TOKENS // 2)
+        for step in range(steps):
+            places = [(GROUPS * step + group, plane) for group in range(GROUPS) for plane in range(planes)]
+            slot = group_sums.Slot(*inputs[3 * step :][:3], places)
+            if together:
+                group_sums.store_coefficients(slot.scales, coefficients_smem)
+                lanes.block_barrier()
+                y, carry = group_sums.add_groups_together(slot, coefficients_smem, y, carry)
+                lanes.block_barrier()
+            else:
+                y = group_sums.add_groups(slot, y)
+        units = [group_sums.unit_of(v) if together else real(1) for v in carry]
+        for i, value in enumerate(y):
+            memory.store(value * units[i // 2 % 2], out_gmem, lanes.thread(), i)
+
+    cut = lambda a, step, size: a[:, :, size * step :][:, :, :size]  # noqa: E731
+    inputs = []
+    for step in range(steps):
+        of_step = scales[:, GROUPS * step :][:, :GROUPS].swapaxes(0, 1)
+        inputs += [cut(words, step, pairs), cut(d, step, pairs), of_step]
+    shape = jax.ShapeDtypeStruct((WARPGROUP, TOKENS // 2), jnp.float32)
+    coefficients = prefill_sm90.plgpu.SMEM((group_sums.COEFFICIENTS, TOKENS), jnp.float32)
+    with lockstep(), multiplied(q):
+        of_lane = np.asarray(launched(body, shape, [coefficients], *inputs))
+    return of_lane.reshape(4, 8, 4, TOKENS // 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, TOKENS)
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize(("bits", "together"), [(8, True), (8, False), (16, False)])
+def test_sums_of_steps_are_those_of_the_definition(bits, together, matrices):
+    rng, steps = np.random.default_rng(bits + matrices), 3
+    made, columns = drawn(rng, matrices, steps), 128 * GROUPS * steps
+    sizes = np.repeat(10.0 ** rng.uniform(-4, 4, (TOKENS, GROUPS * steps)), 128, axis=1)
+    x = (rng.standard_normal((TOKENS, columns)) * sizes).astype(np.float32)
+    with lockstep():
+        q, scales = activations.activations_int8(x, bits=bits)
+    integers, s = in_order(q, scales, TOKENS, columns)
+    m, lane = np.arange(TOKENS), np.arange(8)
+    q = np.asarray(q)[:, :, :TOKENS].reshape(bits // 8, -1, TOKENS, 8, 16)[
+        :, :, m[:, None], lane ^ m[:, None] % 8
+    ]
+    q = q.reshape(bits // 8, -1, TOKENS, 128).swapaxes(0, 1).astype(np.int64)
+    q[:, 1:] %= 256  # the lower 8 bits are unsigned
+    got = sums_of_steps(made, q, np.asarray(scales)[:, :, :TOKENS], steps, together)
+    d = of_rows([rounded(d) if together else d for _, d, _ in made])
+    weights = (d[:, :, None] * of_rows([signs for *_, signs in made])).reshape(64, columns)
+    taken = (integers.reshape(TOKENS, -1, 128) * s[:, :, None].astype(np.float64)).reshape(TOKENS, columns)
+    want = weights @ taken.T
+    # What float32 may lose: a part of the largest that is summed on the way, which is F_0 s.
+    largest = np.maximum(np.abs(d).reshape(64, -1, GROUPS).max(-1), group_sums.SMALLEST)
+    unit = largest / 127 @ np.abs(s).reshape(TOKENS, -1, GROUPS).max(-1).T
+    bound = 2.0**23 * unit * 2.0**-22 if together else 0
+    np.testing.assert_array_less(np.abs(got - want), bound + 2e-6 * np.abs(weights) @ np.abs(taken).T + 1e-30)
+
+
+def test_whatever_bytes_a_group_has_sums_stay_positive_integers_of_24_bits():
+    """Also of activations that are no numbers, whose bytes are any. The bits of such an integer are a float32
+    2^-149 as large."""
+    most = group_sums.FIRST + GROUPS * 128 * 128 * 127
+    assert most < 2**24 and group_sums.FIRST - GROUPS * 128 * 128 * 127 > 0
+    bits = np.array([1, 2**23 - 1, 2**23, 2**24 - 1], np.uint32)
+    np.testing.assert_array_equal(bits.view(np.float32).astype(np.float64), bits * 2.0**group_sums.UNIT)
+
+
+def test_signs_are_bytes_where_activations_expect_them():
+    """Byte b of register 2 (4 h + p) + r is b or -b by bit 16 h + 4 b + p of row r's word."""
+    rng = np.random.default_rng(0)
+    words, numbers = (
+        rng.integers(0, 2**32, (WARPGROUP, 2), np.uint32),
+        rng.integers(-127, 128, (WARPGROUP, 2), np.int32),
+    )
+
+    def body(words_gmem, numbers_gmem, out_gmem):
+        thread = lanes.thread()
+        word, number = ([memory.load(ref, thread, r) for r in (0, 1)] for ref in (words_gmem, numbers_gmem))
+        made = group_sums.weights_as_bytes(word, [group_sums.signed_table(v) for v in number])
+        for i, register in enumerate(made):
+            memory.store(register, out_gmem, thread, i)
+
+    with lockstep():
+        out = launched(body, jax.ShapeDtypeStruct((WARPGROUP, 16), jnp.int32), [], words, numbers)
+    got = np.asarray(out).view(np.int8).reshape(WARPGROUP, 2, 4, 2, 4)  # lane, h, p, r, b
+    h, p, r, b = np.ogrid[:2, :4, :2, :4]
+    bits = words[:, r] >> (16 * h + 4 * b + p).astype(np.uint32) & 1
+    np.testing.assert_array_equal(got, np.where(bits, numbers[:, r], -numbers[:, r]))
+
+
+def test_results_are_stored_in_units_of_one():
+    """Not in what each row counts its sums in."""
+    rng = np.random.default_rng(0)
+    sums, largest = rng.standard_normal((WARPGROUP, 32)) * 2.0**-80, rng.uniform(1e-3, 1, (WARPGROUP, 2))
+    sums, largest = sums.astype(np.float32), largest.astype(np.float32)
+    unit = largest * np.float32(64 / 127 * 2.0**85)  # s / 64, D / 127, F 2^-149, coefficients 2^64
+
+    def body(sums_gmem, largest_gmem, out_gmem):
+        thread = lanes.thread()
+        arrays = [
+            [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)],
+            [memory.load_stored(1, largest_gmem, [thread, r]) for r in (0, 1)],
+        ]
+        of_lane = [types.SimpleNamespace(registers=types.SimpleNamespace(flat=v)) for v in arrays]
+        prefill_sm90._store(of_lane if with_units else of_lane[:1], out_gmem, None, False)
+
+    stored, in_units = [], np.repeat(unit, 2, 1)[:, np.arange(32) % 4]
+    for with_units in (True, False):
+        with lockstep():
+            out = jax.new_ref(np.zeros((8, 2, 8, 32), np.float32))
+            launched(body, (), [], sums if with_units else sums * in_units, largest, out)
+            stored.append(np.asarray(jax.freeze(out)))
+    np.testing.assert_allclose(stored[0], stored[1], rtol=3e-7)
+    assert np.abs(stored[0]).max() > 1
