@@ -68,11 +68,11 @@ def of_rows(made: list[np.ndarray]) -> np.ndarray:
 
 
 def rounded(d: np.ndarray) -> np.ndarray:
-    """Of a row's four groups, to 7 bits of the largest; float32 as the kernel has it before it rounds."""
+    """Of a row's four groups, to 7 bits of the largest."""
     of_steps = d.reshape(len(d), -1, GROUPS)
     largest = np.maximum(np.abs(of_steps).max(-1, keepdims=True), group_sums.SMALLEST)
-    times = (np.float32(1) / largest.astype(np.float32)) * np.float32(127)
-    return (np.rint(of_steps * times.astype(np.float64)) * largest / 127).reshape(d.shape)
+    factor = (np.float32(127) / largest.astype(np.float32)).astype(np.float64)
+    return (np.rint(of_steps * factor) * largest / 127).reshape(d.shape)
 
 
 def sums_of_steps(made, q, scales, steps: int, together: bool) -> np.ndarray:

@@ -21,7 +21,7 @@ A conversion would take four times as long as this addition.
 that it is within the weights, and s differs less from group to group than a sum has bits, so that the tensor
 core need not begin anew:
 
-    b = round(127 |d| / D) sign(d), D the largest |d| of the row's four groups;  d is taken as b D / 127
+    b = round(d (127 / D)), D the largest |d| of the row's four groups;  d is taken as b D / 127
     F_0 = 2^23,  F_g = F_(g-1) + sum(+-b q);  sum over g of s_g (F_g - F_(g-1))
                                            = sum over g of (s_g - s_(g+1)) F_g - 2^23 s_1,  s_5 = 0
 
@@ -146,16 +146,16 @@ def add_groups_together(slot: Slot, coefficients, sums: list, largest: list) -> 
     """
     groups = [group for pair in range(slot.pairs) for group in slot.weights(pair)]
     now = [maximum(greatest([abs(d[r]) for _, d in groups]), SMALLEST) for r in (0, 1)]
-    inverse = [lanes.reciprocal(v) for v in now]
+    factor = [lanes.ratio(TOP, v) for v in now]
 
     def begun(group, running):
         words, d = groups[group]
-        b = [as_word(fma(d[r], inverse[r] * TOP, MAGIC)) for r in (0, 1)]
+        b = [as_word(fma(d[r], factor[r], MAGIC)) for r in (0, 1)]
         weights = weights_as_bytes(words, [signed_table(v) for v in b])
         return multiply(weights, slot.q[group], slot.tokens, running)
 
     running = begun(0, [integer(FIRST)] * len(sums))
-    ratio = [v * w for v, w in zip(largest, inverse, strict=True)]
+    ratio = [v * (w * (1 / TOP)) for v, w in zip(largest, factor, strict=True)]
     less, y = slot.by_token(coefficients, len(groups)), list(sums)
     for i, r, piece, place in slot.each_sum():
         y[i] = fma(y[i], ratio[r], less[piece][place])
