@@ -2,14 +2,15 @@
 rounds activations, then a GEMM with its epilogue. Three modules have these two:
 
     bit_prefill_sm90          x [M, K] -> norm -> x = s q, q integers, s per group of 128 columns
-                                         -> exact sums of a group -> d s in float32, activation or residual
+                                         -> integer sums of a group -> s in float32, activation or residual
     int_prefill_sm90, cublas  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
                                          -> GEMM with float32 sums -> s, activation or residual
 
-bit_prefill_sm90, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over
-groups are in another order. int_prefill_sm90 is for stacks of one format of 2 to 8 bits. In a decode step's
-products both have few tiles of tokens. Then a tile has as few tokens as there are, and columns are split over
-blocks too, so that all multiprocessors have work (prefill_plan.py).
+bit_prefill_sm90, for 1-bit weights, has the activations of a decode step, of 8 or 16 bits. With 16 bits, or
+up to 32 rows, only the sums over groups are in another order; else it also rounds the weights' scales to 7
+bits. int_prefill_sm90 is for stacks of one format of 2 to 8 bits. In a decode step's products both have few
+tiles of tokens. Then a tile has as few tokens as there are, and columns are split over blocks too, so that
+all multiprocessors have work (prefill_plan.py).
 
 Why the others get float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
 activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:

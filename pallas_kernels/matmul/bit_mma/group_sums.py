@@ -6,9 +6,9 @@ the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of
 columns within a group is free, as long as the activations follow it (activations.py). So every lane makes
 bytes of its own words (`weights_as_bytes`), and nothing is exchanged.
 
-A tensor core and its scheduler do not work at the same time: what a product takes is its multiplications and
-all other instructions (benchmarks/LOG.md, 2026-11-20). Of those most are for scales, once for a group, output
-and token. There are two ways, for weights +-d[n] and activations s[m] q[m]:
+Besides multiplications a product is mostly scales, once for a group, output and token. They take
+instructions, loads from shared memory and power, which limits long prompts (benchmarks/LOG.md, 2026-11-29).
+There are two ways, for weights +-d[n] and activations s[m] q[m]:
 
 `add_groups`: exact but for the order of sums. Weights are +-64, and each group has a sum of its own.
 
@@ -17,9 +17,9 @@ and token. There are two ways, for weights +-d[n] and activations s[m] q[m]:
 
 A conversion would take four times as long as this addition.
 
-`add_groups_together`: one fma for a group. d is rounded to 7 bits of the largest of the row's four groups, so
-that it is within the weights, and s differs less from group to group than a sum has bits, so that the tensor
-core need not begin anew:
+`add_groups_together`: one fma for a group. d, rounded to 7 bits of the largest of the row's four groups, is
+multiplied by the tensor core, as the size of the weights. Its sums go on from group to group, so that nothing
+is cleared, and what a group adds to them is found by summation by parts:
 
     b = round(d (127 / D)), D the largest |d| of the row's four groups;  d is taken as b D / 127
     F_0 = 2^23,  F_g = F_(g-1) + sum(+-b q);  sum over g of s_g (F_g - F_(g-1))
