@@ -55,8 +55,9 @@ from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 TOP = 127  # b of the largest scale
 FIRST = 2**23  # F_0
 UNIT = -149  # a bit of a float32 without exponent is 2^UNIT
-# Coefficients of F have this factor, so that neither they nor what is summed leave the range of float32.
-COEFFICIENT = 64
+# Coefficients of F have the factor 2^COEFFICIENT, so that neither they nor what is summed leave the range of
+# float32: exact for groups of activations whose largest is between 2^-50 and 2^60.
+COEFFICIENT = 80
 SMALLEST = 2.0**-60  # in place of D where all scales are 0: the smallest float16 is 2^-24
 COEFFICIENTS = 5  # for each token and four groups: of F_1 .. F_4, and what takes off F_0
 MOST_EXACT = 32  # tokens of a tile
