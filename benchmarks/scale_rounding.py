@@ -26,6 +26,7 @@ from tests.agreement import log_softmax
 GROUP, GROUPS = 128, 4  # columns of a scale, and scales that are rounded together
 STARTS = ("Once upon a time", "The old king", "Lily had a red ball", "In the forest")
 TEXTS, TOKENS = 16, 200  # and of each text
+COLUMNS = None, 32, 64, 128, 256  # that share a scale of activations; None: not rounded
 
 
 def rounded_activations(x: Float[Array, "*batch K"], columns: int) -> Float[Array, "*batch K"]:
@@ -82,7 +83,7 @@ def main() -> None:
     texts = [list(output.tokens) for output in outputs]
     exact = log_probabilities(texts, None, False)
     print("| activations | exact scales | rounded scales |\n|---|---:|---:|")
-    for columns in (None, 32, 64, 128, 256):
+    for columns in COLUMNS:
         cells = []
         for scales in (False, True):
             each = exact - log_probabilities(texts, columns, scales)

@@ -499,3 +499,18 @@ def test_a_servers_process_is_measured_beside_llama_cpps():
     ours, other = map(json.loads, script("server", *options).splitlines())
     assert ours["share"] > 0 and ours["between_s"]["p99"] > 0
     assert other["tok_s"] > 0 and other["ratio"] == ours["tok_s"] / other["tok_s"]
+
+
+def test_rounded_scales_and_activations_have_an_error_in_the_story_model():
+    """Of activations the larger one, the larger the more columns share a scale; of scales a smaller one."""
+    made = main("scale_rounding", TEXTS=4, TOKENS=12, COLUMNS=(None, 32, 256))
+    rows = [line.strip("| ").split(" | ") for line in made.splitlines() if line.startswith("| ")][1:]
+    exact, of_32, of_256 = ([float(cell.split(" +- ")[0]) for cell in cells] for _, *cells in rows)
+    assert exact[0] == 0 < exact[1] < of_32[0] < of_256[0] < 1e-2 and of_32[0] != of_32[1]
+
+
+def test_scales_are_rounded_to_7_bits_of_the_largest_of_four():
+    d, signs = np.float32([[3, 1, 2, 3.01, 0.5, 0.25]]), np.float32([[1, -1, -1, 1, 1, -1]])
+    want = [round(127 * x / 3.01) * 3.01 / 127 for x in d[0, :4]] + [0.5, round(127 / 2) * 0.5 / 127]
+    made = module("scale_rounding").rounded_scales(jnp.repeat(jnp.asarray(d * signs), 128, axis=1))
+    np.testing.assert_allclose(made, np.repeat(signs * np.float32(want), 128, axis=1), rtol=1e-6)
