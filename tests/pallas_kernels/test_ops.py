@@ -230,6 +230,8 @@ def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
     own, given = (None, None) if sinks is None else (sinks[1], jnp.asarray(sinks))
     op = functools.partial(attention, window=window, scale=scale, softcap=softcap, sinks=given)
     num_keys = int(positions.max()) + 1  # known while it is traced, and not
+    # Errors of float32 are in proportion to the scores, and depend on the CPU's order of sums.
+    bound = 2e-6 * max(1, (scale or 0) * D**0.5)
     for keys in (
         jax.jit(functools.partial(op, num_keys=num_keys)),
         functools.partial(jax.jit(op), num_keys=num_keys),
@@ -237,7 +239,7 @@ def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
         got = keys(*f32, *ints, jnp.int32(1))
         for b in range(B):
             want = naive_attention(q[b], k[b], v[b], positions[b], window, scale, softcap, own)
-            np.testing.assert_allclose(got[b], want, atol=2e-6)
+            np.testing.assert_allclose(got[b], want, atol=bound)
 
 
 def test_attend_hands_on_window_scale_softcap_and_sinks():
