@@ -98,10 +98,10 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
 def with_rounded_scales(dense: np.ndarray) -> np.ndarray:
     """+-d [N, K] -> +-b D / 127, b = round(d (127 / D)), D the largest d of four groups."""
     n, columns = dense.shape
-    of_groups = np.pad(np.abs(dense[:, ::128]), [(0, 0), (0, -columns // 128 % 4)]).reshape(n, -1, 4)
-    largest = np.maximum(of_groups.max(-1, keepdims=True), 1e-20)
+    scales = np.pad(np.abs(dense[:, ::128]), [(0, 0), (0, -columns // 128 % 4)]).reshape(n, -1, 4)
+    largest = np.maximum(scales.max(-1, keepdims=True), 1e-20)
     factor = (np.float32(127) / largest).astype(np.float64)  # rounded, as the kernel has it
-    rounded = np.rint(of_groups * factor) * largest / 127
+    rounded = np.rint(scales * factor) * largest / 127
     return np.sign(dense) * np.repeat(rounded.reshape(n, -1)[:, : columns // 128], 128, axis=1)
 
 
@@ -141,9 +141,8 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kerne
     limit, together = 5e-6, kernel == "bit_prefill_sm90" and bits == 8 and rows > MOST_EXACT
     if kernel == "cublas":
         limit = limit * max(1, K / 4096) if kind in ("plain", "added") else 1e-3
-    if (
-        together
-    ):  # sums begin with 2^23, of which a float32 has 24 bits; with exact scales they differ by 2e-3
+    if together:
+        # Sums begin with 2^23, and a float32 has 24 bits. With exact scales the difference would be 2e-3.
         limit = 1e-4
         dense = list(map(with_rounded_scales, dense))
     want, ones = expected_product(x, dense, kind, **more), np.ones((layers, K), np.float32)

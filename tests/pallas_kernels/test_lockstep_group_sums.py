@@ -34,9 +34,9 @@ def multiplied(q: np.ndarray):
         operand = bytes_.transpose(0, 4, 1, 3, 2, 5).reshape(64, 128)
         assert unsigned == (place[1] > 0)
         product = (operand @ q[place].T).reshape(4, 2, 8, tokens // 8, 4, 2)  # w, r, g, j, t, e
-        of_lane = product.transpose(0, 2, 4, 3, 1, 5).reshape(WARPGROUP, -1)
+        lane_values = product.transpose(0, 2, 4, 3, 1, 5).reshape(WARPGROUP, -1)
         before = [0] * (tokens // 2) if sums is None else [v.of_threads(WARPGROUP) for v in sums]
-        return [i32(of_lane[:, i] + before[i]) for i in range(tokens // 2)]
+        return [i32(lane_values[:, i] + before[i]) for i in range(tokens // 2)]
 
     return mock.patch.multiple(group_sums, multiply=multiply, arrived=lambda product, later: product)
 
@@ -59,7 +59,7 @@ def drawn(rng, matrices: int, steps: int):
     return made
 
 
-def of_rows(made: list[np.ndarray]) -> np.ndarray:
+def in_lane_order(made: list[np.ndarray]) -> np.ndarray:
     """[rows of each matrix, ..] -> [64, ..] as a warpgroup has them: of two matrices row 8 w + g of the first
     as row 16 w + g, and of the second as row 16 w + g + 8."""
     if len(made) == 1:
@@ -69,10 +69,10 @@ def of_rows(made: list[np.ndarray]) -> np.ndarray:
 
 def rounded(d: np.ndarray) -> np.ndarray:
     """Of a row's four groups, to 7 bits of the largest."""
-    of_steps = d.reshape(len(d), -1, GROUPS)
-    largest = np.maximum(np.abs(of_steps).max(-1, keepdims=True), group_sums.SMALLEST)
+    steps_of_rows = d.reshape(len(d), -1, GROUPS)
+    largest = np.maximum(np.abs(steps_of_rows).max(-1, keepdims=True), group_sums.SMALLEST)
     factor = (np.float32(127) / largest.astype(np.float32)).astype(np.float64)
-    return (np.rint(of_steps * factor) * largest / 127).reshape(d.shape)
+    return (np.rint(steps_of_rows * factor) * largest / 127).reshape(d.shape)
 
 
 def sums_of_steps(made, q, scales, steps: int, together: bool) -> np.ndarray:
@@ -104,13 +104,13 @@ def sums_of_steps(made, q, scales, steps: int, together: bool) -> np.ndarray:
     cut = lambda a, step, size: a[:, :, size * step :][:, :, :size]  # noqa: E731
     inputs = []
     for step in range(steps):
-        of_step = scales[:, GROUPS * step :][:, :GROUPS].swapaxes(0, 1)
-        inputs += [cut(words, step, pairs), cut(d, step, pairs), of_step]
+        scales_of_step = scales[:, GROUPS * step :][:, :GROUPS].swapaxes(0, 1)
+        inputs += [cut(words, step, pairs), cut(d, step, pairs), scales_of_step]
     shape = jax.ShapeDtypeStruct((WARPGROUP, TOKENS // 2), jnp.float32)
     coefficients = prefill_sm90.plgpu.SMEM((group_sums.COEFFICIENTS, TOKENS), jnp.float32)
     with lockstep(), multiplied(q):
-        of_lane = np.asarray(launched(body, shape, [coefficients], *inputs))
-    return of_lane.reshape(4, 8, 4, TOKENS // 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, TOKENS)
+        lane_values = np.asarray(launched(body, shape, [coefficients], *inputs))
+    return lane_values.reshape(4, 8, 4, TOKENS // 8, 2, 2).transpose(0, 4, 1, 3, 2, 5).reshape(64, TOKENS)
 
 
 @pytest.mark.parametrize("matrices", [1, 2])
@@ -131,8 +131,8 @@ def test_sums_of_steps_are_those_of_the_definition(bits, together, matrices):
     q = q.reshape(bits // 8, -1, TOKENS, 128).swapaxes(0, 1).astype(np.int64)
     q[:, 1:] %= 256  # the lower 8 bits are unsigned
     got = sums_of_steps(made, q, np.asarray(scales)[:, :, :TOKENS], steps, together)
-    d = of_rows([rounded(d) if together else d for _, d, _ in made])
-    weights = (d[:, :, None] * of_rows([signs for *_, signs in made])).reshape(64, columns)
+    d = in_lane_order([rounded(d) if together else d for _, d, _ in made])
+    weights = (d[:, :, None] * in_lane_order([signs for *_, signs in made])).reshape(64, columns)
     taken = (integers.reshape(TOKENS, -1, 128) * s[:, :, None].astype(np.float64)).reshape(TOKENS, columns)
     want = weights @ taken.T
     # What float32 may lose: a part of the largest that is summed on the way, which is F_0 s.
@@ -187,8 +187,8 @@ def test_results_are_stored_in_units_of_one():
             [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)],
             [memory.load_stored(1, largest_gmem, [thread, r]) for r in (0, 1)],
         ]
-        of_lane = [types.SimpleNamespace(registers=types.SimpleNamespace(flat=v)) for v in arrays]
-        prefill_sm90._store(of_lane if with_units else of_lane[:1], out_gmem, None, False)
+        lane_values = [types.SimpleNamespace(registers=types.SimpleNamespace(flat=v)) for v in arrays]
+        prefill_sm90._store(lane_values if with_units else lane_values[:1], out_gmem, None, False)
 
     stored, in_units = [], np.repeat(unit, 2, 1)[:, np.arange(32) % 4]
     for with_units in (True, False):

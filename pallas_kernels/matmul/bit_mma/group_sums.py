@@ -64,8 +64,8 @@ MOST_EXACT = 32  # tokens of a tile
 
 
 def together(tokens: int, planes: int) -> bool:
-    """Whether a tile of so many tokens takes `add_groups_together`. Activations of 16 bits want exact scales;
-    a few tokens have little to scale."""
+    """Whether tiles of this many tokens use `add_groups_together`. 16-bit activations need exact scales, and
+    with few tokens scaling takes little time."""
     return planes == 1 and tokens > MOST_EXACT
 
 
@@ -250,8 +250,8 @@ def multiply(weights, q, tokens: int, sums: list | None = None, *, unsigned: boo
 
 
 def arrived(product: list, later: int) -> list:
-    """The registers of a product, when it is done and at most so many later ones are not: what uses them is
-    not computed before."""
+    """Wait until all products but the last `later` ones are done. Returns the registers of this one: whoever
+    uses them is computed after the wait."""
     lanes.ptx(None, [], f"wgmma.wait_group.sync.aligned {later};", "~{memory}", effects=True)
     count = len(product)
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])

@@ -196,7 +196,7 @@ def _body(
     def _bring():
         plgpu.set_max_registers(for_copies, action="decrease")
         layer = layer_gmem[0]
-        lag = max(slots - 2, 0)  # steps: coefficients are wanted when the products before them are done
+        lag = max(slots - 2, 0)  # steps: coefficients are needed when the products before them are done
 
         def make_coefficients(at):
             slot, turn = lax.rem(at, slots), lax.rem(lax.div(at, slots), 2)
@@ -230,8 +230,8 @@ def _body(
                     pl.when(at >= lag)(lambda: make_coefficients(at - lag))
 
         if coefficients_smem is not None:
-            steps_of_all = tile_steps.before_tile(sm, count)
-            pl.loop(jnp.maximum(steps_of_all - lag, 0), steps_of_all)(make_coefficients)
+            total = tile_steps.before_tile(sm, count)
+            pl.loop(jnp.maximum(total - lag, 0), total)(make_coefficients)
 
 
 def _init_barriers(full_smem):
