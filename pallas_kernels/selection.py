@@ -161,7 +161,7 @@ def _our_own() -> Iterator[Candidate]:
 
     decode, prefill = (f"pallas_kernels.attention.{phase}" for phase in ("decode", "prefill"))
     yield Candidate("decode", Attention, rules.decode_attention, f"{decode}:decode_attention", fused=True)
-    reads = functools.partial(Candidate, detail=_prefill_operand)
+    reads = functools.partial(Candidate, fused=True, offers=("run_stored",), detail=_prefill_operand)
     yield reads("prefill_sm90", Attention, rules.prefill_attention_sm90, f"{prefill}_sm90:run")
     yield reads("prefill_sm80", Attention, rules.prefill_attention_sm80, f"{prefill}_sm80:run")
     latent = "pallas_kernels.latent"

@@ -140,8 +140,11 @@ def attend(
         if not within_lanes:  # before the kernel
             qkv, gammas = jnp.concatenate(turned(), axis=2).reshape(B, T, width), None
         elif rotation is not None:
-            cos, sin = (x[:, 0] for x in rotation)
+            cos, sin = rotation
         gates_too = gated and gate is None
+        if T == 1:
+            qkv, positions = qkv[:, 0], positions[:, 0]
+            cos, sin = (x if x is None else x[:, 0] for x in (cos, sin))
 
         def attends(sinks, *arrays):
             return kernel(
@@ -150,19 +153,10 @@ def attend(
             )  # fmt: skip
 
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(attends)(
-            sinks,
-            qkv[:, 0],
-            k_pages,
-            v_pages,
-            block_table,
-            positions[:, 0],
-            layer,
-            cos,
-            sin,
-            gammas,
-            workspace,
+            sinks, qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, gammas, workspace
         )
-        return _output(out[:, None], heads, taps, gate), k_pages, v_pages, None if workspace is None else used
+        out = out.reshape(B, T, -1)
+        return _output(out, heads, taps, gate), k_pages, v_pages, None if workspace is None else used
     q, k, v = turned()
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
@@ -204,12 +198,14 @@ def attend_stored(
     The rest, and errors, as for `attention`. Returns float32 [B, T, H D].
     """
     kernel, inner = selection.get(Attention, impl), taps.keys() & {"scores", "pattern"}
-    if kernel.fused or (inner and impl not in EXACT):
+    writes = kernel.fused and "run_stored" not in kernel.offers
+    if writes or (inner and impl not in EXACT):
         raise NotImplementedError(
-            f"attend_stored: impl={impl!r} {'writes keys and values' if kernel.fused else 'has no taps'}; "
+            f"attend_stored: impl={impl!r} {'writes keys and values' if writes else 'has no taps'}; "
             "give 'reference'"
         )
-    attends = functools.partial(attention, taps=taps) if inner else kernel
+    attends = kernel.module.run_stored if kernel.fused else kernel
+    attends = functools.partial(attention, taps=taps) if inner else attends
     out = attends(
         cache_layouts.recognize(k_pages).rotate(q), k_pages, v_pages, block_table, positions, layer,
         num_keys=num_keys, window=window, scale=scale, softcap=softcap, sinks=None,

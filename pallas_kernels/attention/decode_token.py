@@ -26,21 +26,18 @@ from typing import Any
 
 from pallas_kernels.attention.decode_cache import LayerShare, team_warp
 from pallas_kernels.attention.decode_plan import KEYS
+from pallas_kernels.attention.lane_heads import PART, LaneHeads
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
-    as_word,
     index,
     integer,
     minimum,
     real,
-    rsqrt,
     select,
-    sum_of_squares,
     true,
 )
 
-PART = 8  # numbers of a lane
 FIRST_WARP = 2  # that makes it, of a team: those before may have a second place for keys, and ask for these
 
 
@@ -113,18 +110,17 @@ class NewToken(LayerShare):
         if plan.normed:
             at = self.layer * plan.head_dim + part * PART
             gamma = memory.load_either(PART, is_query, self.cache.gammas, at)
-        turned = self._angles(row, part) if plan.turned else None
+        heads = LaneHeads(plan.head_dim, plan.pairs, plan.interleaved)
+        angles = heads.angles(self.cache.rotation, [row], part)
         page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
         column = head * plan.head_dim + part * PART
         raw = load_qkv(row, [(column, 0), (column, 4)])
         x = raw
         if gamma is not None:
-            mean = lanes.warp_sum_real(sum_of_squares(x), self.parts) * (1 / plan.head_dim)
-            norm = rsqrt(mean + plan.eps)
-            x = [v * norm * w for v, w in zip(x, gamma, strict=True)]
-        if turned is not None:
-            x = self._rotated(x, part, *turned)
-        distances = tuple(2**i for i in range(self.parts.bit_length() - 1))
+            x = heads.normed(x, gamma, plan.eps)
+        if angles is not None:
+            x = heads.rotated(x, part, *angles)
+        distances = heads.distances
         (x,) = layout.rotate_lanes([x], distances)
         scale = real(plan.scores.query_factor(plan.head_dim))
         (query,), unit = layout.in_range([[v * scale for v in x]], self.parts)
@@ -161,41 +157,6 @@ class NewToken(LayerShare):
                     if scale is not None:
                         with lanes.when(part == 0):
                             layout.store_scale(scale, refs, at[:-1])
-
-    def _angles(self, row, part):
-        """cos and sin at a row's position, for the pairs of dimensions that this lane turns."""
-        plan, refs = self.plan, self.cache.rotation
-        if plan.interleaved:
-            return [memory.load_reals(PART // 2, ref, [row, part * (PART // 2)]) for ref in refs]
-        half = self._half
-        at = part % half * PART
-        cos, sin = (memory.load_reals(PART, ref, [row, at]) for ref in refs)
-        sin = [select(part < half, -v, v) for v in sin]
-        if 2 * half < self.parts:  # only a part of a head is turned
-            turns = part < 2 * half
-            cos, sin = [select(turns, v, 1.0) for v in cos], [select(turns, v, 0.0) for v in sin]
-        return cos, sin
-
-    @property
-    def _half(self) -> int:
-        """Parts of the first of each pair that is turned."""
-        pairs = self.plan.head_dim // 2 if self.plan.pairs is None else self.plan.pairs
-        return pairs // PART
-
-    def _rotated(self, x, part, cos, sin):
-        """Rope of all of a head, by neighbours; or of its first dimensions in halves, of which other lanes
-        have the other."""
-        if self.plan.interleaved:
-            out = []
-            for i, (m, n) in enumerate(zip(cos, sin, strict=True)):
-                a, b = x[2 * i : 2 * i + 2]
-                out += [a * m - b * n, b * m + a * n]
-            return out
-        lane = lanes.thread() % 32
-        half = self._half
-        source = integer(select(part < half, lane + half, lane + (32 - half)) % 32)
-        other = [as_real(lanes.from_lane(as_word(v), source)) for v in x]
-        return [v * m + w * n for v, w, m, n in zip(x, other, cos, sin, strict=True)]
 
     # Places
 

@@ -5,15 +5,11 @@ A block takes one page of a row, a thread 8 neighbouring numbers at a time. Page
 out: memory has room for all of them, but time goes by what is read.
 """
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import cache_layouts
-from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
@@ -23,25 +19,6 @@ THREADS = 128
 EACH = 8  # numbers of a thread
 AT_ONCE = 4  # of them on their way together
 KEYS = 128  # kernels of prefill visit so many at a time, the last of them masked: they must be numbers
-
-
-def run_by(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """The `run` (problems.Attention) of a kernel that multiplies pages of 16 bits as they are stored, for a
-    cache of any layout that has PREFILL."""
-
-    def op(scores: Scores, sinks, q, k_pages, v_pages, block_table, positions, layer):
-        own_sinks = None if sinks is None else sinks[layer]
-        if cache_layouts.name_of(k_pages) != cache_layouts.recognize(k_pages).PREFILL:
-            k_pages, v_pages, block_table, layer = as_float16(
-                k_pages, v_pages, block_table, positions, layer, scores.window
-            )
-        return kernel(q, k_pages, v_pages, block_table, positions, layer, scores, own_sinks)
-
-    def run(*arrays, num_keys, window, scale, softcap, sinks=None) -> jax.Array:
-        attends = functools.partial(op, Scores(window, scale, softcap))
-        return jax.custom_batching.sequential_vmap(attends)(sinks, *arrays)
-
-    return run
 
 
 def as_float16(

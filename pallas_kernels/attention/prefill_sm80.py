@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention import prefill_pages, prefill_tiles
+from pallas_kernels.attention import prefill, prefill_tiles
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_value, index, integer, minimum
@@ -165,4 +165,5 @@ def _arrived():
     arrived()
 
 
-run = prefill_pages.run_by(mma_attention)
+run_stored = prefill.run_stored_by(mma_attention)
+run = prefill.run_by(run_stored)

@@ -40,7 +40,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.attention import prefill_pages, prefill_tiles
+from pallas_kernels.attention import prefill, prefill_tiles
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import Scores
 
@@ -326,4 +326,5 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
     lax.fori_loop(0, work.rounds, bring, jnp.int32(0))
 
 
-run = prefill_pages.run_by(prefill_attention)
+run_stored = prefill.run_stored_by(prefill_attention)
+run = prefill.run_by(run_stored)

@@ -38,10 +38,12 @@ class Tiles(NamedTuple):
 
     def prepared(self, q: jax.Array, positions: jax.Array, keys: int, layout: ModuleType, scores: Scores):
         """For whole tiles: (q times its factor, as the layout of the cache stores numbers; positions; bounds
-        of each tile's steps of so many keys, int32 [B, tiles, 2 or 4], as `ranges` takes them)."""
+        of each tile's steps of so many keys, int32 [B, tiles, 2 or 4], as `ranges` takes them). q is float32,
+        or what prefill_heads.py has made of it."""
         B, T, _, D = q.shape
         padding = self.count * self.queries - T
-        q = layout.quantize(q.astype(jnp.float32) * scores.query_factor(D))
+        if q.dtype != layout.DTYPE:
+            q = layout.quantize(q * scores.query_factor(D))
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
         by_tile = positions.reshape(B, self.count, self.queries)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delta, device, formats, host_masks
-from pallas_kernels.attention import prefill_pages
+from pallas_kernels.attention import prefill_heads, prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.delta import chunks, step
@@ -141,6 +141,19 @@ def seen_pages(layout, window=None):
         *rows,
         jax.ShapeDtypeStruct((), i32),
     )
+
+
+def heads_of_prompts(heads, kv_heads, head_dim, layout, normed=True, gated=False, pairs=None):
+    rows, tokens, pages, f32, i32 = 2, 128, 40, jnp.float32, jnp.int32
+    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    shape = jax.ShapeDtypeStruct
+    angle = shape((rows, tokens, pairs or head_dim // 2), f32)
+    rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": PLAIN}
+    return functools.partial(prefill_heads.prefill_heads, **rest), (
+        shape((rows, tokens, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        shape((rows, pages), i32), shape((rows, tokens), i32), shape((), i32), angle, angle,
+        (shape((4, head_dim), f32),) * 2 if normed else None,
+    )  # fmt: skip
 
 
 def many_queries(

@@ -24,6 +24,7 @@ from tests.pallas_kernels.aot_kernels import (
     dequantized,
     experts,
     experts_of_prefill,
+    heads_of_prompts,
     integers,
     latent,
     logits_of_router,
@@ -178,6 +179,8 @@ HOT_ON_HOPPER = {
     "attention, 48 rows": lambda: attention(32, 8, 128, True, "float16", rows=48),
     "attention, 64 rows, int8": lambda: attention(32, 8, 128, True, "int8", rows=64),
     "attention, 256 rows": lambda: attention(32, 8, 128, True, "float16", rows=256),
+    "heads of prompts, 27B": lambda: heads_of_prompts(24, 4, 256, "int8", gated=True, pairs=32),
+    "heads of prompts, SmolLM2": lambda: heads_of_prompts(9, 3, 64, "bfloat16", normed=False),
     "many queries of windows": lambda: many_queries(prefill_attention, 32, 16, 128, 2048, scores=GEMMA_2),
     "many queries with sinks": lambda: many_queries(prefill_attention, 64, 8, 64, 2048, **GPT_OSS),
     "many queries of 256, windows": lambda: many_queries(prefill_attention, 8, 4, 256, 2048, scores=GEMMA_3),
@@ -304,6 +307,8 @@ for layout in cache_layouts.names():
     HOT_ON_HOPPER[f"one launch, 1.7B, {layout}"] = functools.partial(
         one_launch, 28, 2048, 6144, 16, 8, 128, layout=layout
     )
+    if cache_layouts.get(layout).PREFILL is not None:
+        HOT[f"heads of prompts, {layout}"] = functools.partial(heads_of_prompts, 32, 8, 128, layout)
     if cache_layouts.get(layout).PREFILL not in (layout, None):
         HOT[f"pages to float16, {layout}"] = functools.partial(seen_pages, layout)
     if layout == cache_layouts.get(layout).PREFILL:

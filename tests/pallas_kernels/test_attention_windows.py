@@ -20,7 +20,7 @@ from tests.pallas_kernels.test_cache_layouts import ROUNDING
 from tests.refused_cases import unless_refused
 
 OUTSIDE = 1e4  # stored where no query may look
-RUNS = {"prefill_sm80": prefill_sm80.run, "prefill_sm90": prefill_sm90.run}
+KERNELS = {"prefill_sm80": prefill_sm80.run_stored, "prefill_sm90": prefill_sm90.run_stored}
 
 
 def ring(rng, layout, positions, window, page_size, heads, head_dim):
@@ -160,7 +160,7 @@ def check_prefill(
     q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
     arguments = q, k_pages, v_pages, table, positions.astype(np.int32), 1
     rest = {"num_keys": depth + T, "window": window, "scale": scale, "softcap": softcap}
-    got = np.float64(RUNS[impl](*arguments, **rest, sinks=sinks))
+    got = np.float64(KERNELS[impl](*arguments, **rest, sinks=sinks))
     own = None if sinks is None else sinks[1]
     rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
@@ -232,7 +232,7 @@ def test_prefill_does_not_read_pages_before_the_windows(impl):
     rest = {"num_keys": depth + T, "window": window, "scale": None, "softcap": None}
     with interpreted():
         want, got = (
-            np.asarray(RUNS[impl](q, *pages, table, positions, 1, **rest))
+            np.asarray(KERNELS[impl](q, *pages, table, positions, 1, **rest))
             for pages in ((k_pages, v_pages), cut)
         )
     np.testing.assert_array_equal(got, want)

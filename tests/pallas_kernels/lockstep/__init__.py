@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_kernels
-from pallas_kernels.attention import decode
+from pallas_kernels.attention import decode, prefill_heads
 from pallas_kernels.delta import chunks as delta_chunks
 from pallas_kernels.delta import step as delta_step
 from pallas_kernels.experts import choice, places, router_logits
@@ -146,6 +146,7 @@ def lockstep(at_a_time: int | None = None):
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
         (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
+        (prefill_heads, "prefill_heads"),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
         *(
             (delta_chunks, "delta_chunks"),
