@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.delta import reference
+from pallas_kernels.delta import inputs, reference
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.shared_memory import bytes_taken
@@ -58,10 +58,15 @@ def _scratch(K: int) -> dict[str, int]:
 
 
 def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool, stores: bool):
-    """delta.delta_net of many tokens a row: the reference with the kernel for its recurrence."""
+    """delta.delta_net of many tokens a row: the reference with kernels for its recurrence, and for what
+    precedes that."""
+
+    def made(*arrays, **sizes):
+        return jax.custom_batching.sequential_vmap(functools.partial(inputs.delta_inputs, **sizes))(*arrays)
+
     recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
     return reference.run(
-        qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores, recur=recur
+        qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores, inputs=made, recur=recur
     )
 
 

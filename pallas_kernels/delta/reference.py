@@ -46,11 +46,12 @@ class GateSums(NamedTuple):
 
 
 def run(
-    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores=True, recur=None
+    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, stores=True, inputs=None, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """delta.delta_net's definition: arguments and results are described there.
 
     weights  conv, decay, dt and norm by name
+    inputs   in place of `_inputs` (inputs.delta_inputs)
     recur    in place of the recurrence of many tokens (chunks.delta_chunks)
     """
     if isinstance(gates, GateSums):
@@ -67,15 +68,11 @@ def run(
     valid = positions >= 0
     fresh = positions[:, 0] == 0
     seen, tail = convolved(qkv.astype(jnp.float32), tails[layer], positions)
-    conv = weights["conv"][layer]
-    # Apart, so that XLA makes each as it reads it, and not first both.
-    qk, v = (
-        jax.nn.silu(sum(x[..., part] * conv[part, i] for i, x in enumerate(seen)))
-        for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
-    )
-    qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
-    qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
-    qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
+    if inputs is None:
+        qk, v = _inputs(seen, weights["conv"][layer], Hk, K, eps)
+    else:
+        qk, v = inputs(qkv_z, tails, positions, layer, weights["conv"], k_heads=Hk, k_dim=K, eps=eps)
+    v = v.reshape(B, T, Hv, V)
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
     g = weights["decay"][layer] * jax.nn.softplus(alpha + weights["dt"][layer])
     g = jnp.where(valid[..., None], g, 0.0)
@@ -94,6 +91,19 @@ def run(
     y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
     y = y.reshape(B, T, Hv * V)
     return (y, after, tails.at[layer].set(tail)) if stores else (y, states, tails)
+
+
+def _inputs(seen, conv, Hk: int, K: int, eps: float) -> tuple[jax.Array, jax.Array]:
+    """Of what the convolution sees: queries, times 1 / sqrt(K), and keys, [B, T, 2, Hk, K]; values [B, T, Hv
+    V]."""
+    # Apart, so that XLA makes each as it reads it, and not first both.
+    qk, v = (
+        jax.nn.silu(sum(x[..., part] * conv[part, i] for i, x in enumerate(seen)))
+        for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
+    )
+    qk = qk.reshape(*qk.shape[:2], 2, Hk, K)
+    qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
+    return qk * jnp.array([K**-0.5, 1.0])[:, None, None], v
 
 
 def _one_token(q, k, v, b, g, S, fresh):

@@ -13,7 +13,7 @@ from pallas_kernels import SILU, LowRank, Products, QTensor, cache_layouts, delt
 from pallas_kernels.attention import prefill_heads, prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
-from pallas_kernels.delta import chunks, step
+from pallas_kernels.delta import chunks, inputs, step
 from pallas_kernels.experts import choice as choices
 from pallas_kernels.experts import grouped, router_logits
 from pallas_kernels.experts import int_experts as int_experts
@@ -105,6 +105,15 @@ def delta_chunks(tokens, rows=1, dtype=jnp.float32):
     return functools.partial(chunks.delta_chunks, grouped=False), (
         shape(rows, tokens, 2, 16, 128), shape(rows, tokens, 48, 128), gate, gate,
         shape(3, rows, 48, 128, 128, dtype=dtype), shape(dtype=jnp.int32), shape(rows, dtype=bool),
+    )  # fmt: skip
+
+
+def delta_inputs(tokens, rows=1):
+    """Likewise."""
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    return functools.partial(inputs.delta_inputs, k_heads=16, k_dim=128, eps=1e-6), (
+        shape(rows, tokens, 10240 + 6144), shape(3, rows, 4, 10240), shape(rows, tokens, dtype=jnp.int32),
+        shape(dtype=jnp.int32), shape(3, 10240, 4),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import pallas_kernels
 from pallas_kernels.attention import decode, prefill_heads
 from pallas_kernels.delta import chunks as delta_chunks
+from pallas_kernels.delta import inputs as delta_inputs
 from pallas_kernels.delta import step as delta_step
 from pallas_kernels.experts import choice, places, router_logits
 from pallas_kernels.experts import int_experts as int_experts
@@ -150,6 +151,7 @@ def lockstep(at_a_time: int | None = None):
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
         *(
             (delta_chunks, "delta_chunks"),
+            (delta_inputs, "delta_inputs"),
             (int_experts, "int_experts"),
             (int_experts, "choosing_experts"),
             (experts_layers, "experts_layers"),
