@@ -24,7 +24,7 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, not_negative, select
 
 WARPS = 4  # of a block
-AT_ONCE = 6  # loads of a warp on their way together: 4 warps have 48 heads of 128 with them
+AT_ONCE = 3  # loads of a warp on their way together: of 6 fewer blocks are on a multiprocessor at once
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "scores"))

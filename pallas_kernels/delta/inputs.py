@@ -31,7 +31,7 @@ from pallas_kernels.gpu.values import (
 CHANNELS = 128  # of a warp
 EACH = 4  # of a lane
 WARPS = 4  # of a block
-RUN = 32  # tokens of a warp
+RUN = 16  # tokens of a warp
 AT_ONCE = 8  # of them on their way together
 
 
