@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.measure import bench
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
 from checkpoints import open_checkpoint
@@ -514,3 +515,22 @@ def test_scales_are_rounded_to_7_bits_of_the_largest_of_four():
     want = [round(127 * x / 3.01) * 3.01 / 127 for x in d[0, :4]] + [0.5, round(127 / 2) * 0.5 / 127]
     made = module("scale_rounding").rounded_scales(jnp.repeat(jnp.asarray(d * signs), 128, axis=1))
     np.testing.assert_allclose(made, np.repeat(signs * np.float32(want), 128, axis=1), rtol=1e-6)
+
+
+def test_a_trace_names_what_ran_in_order_with_its_times(capsys):
+    """A trace of this CPU, whose threads stand for a GPU's streams; and the sums of known launches."""
+    benchmark = module("kernel_trace")
+    test = bench.Test(bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=16)), "pp", 16)
+    each = benchmark.traced(test, process="CPU", thread="")
+    assert each == sorted(each) and each and all(launch.stop >= launch.start >= 0 for launch in each)
+    assert not benchmark.traced(test)  # no GPU
+    known = [benchmark.Launch(*each) for each in [(0, 2, "a"), (3, 7, "b"), (7.5, 9.5, "a"), (10, 11, "c")]]
+    whole, *sums, first, second = benchmark.report(known, units=2, most=2, stretch=2)
+    assert whole.startswith("4.5 us")
+    assert [line.split() for line in sums] == [
+        ["a", "2.0", "us", "1.0", "of", "2.00"], ["b", "2.0", "us", "0.5", "of", "4.00"]
+    ]  # fmt: skip
+    assert first.split() == ["b", "4.00", "gap", "0.50"] and second.split() == ["a", "2.00", "gap", "0.50"]
+    with pytest.raises(SystemExit):
+        benchmark.main(["-m", "synth:tiny-llama:q8_0", "-p", "16"])
+    assert "there is none" in capsys.readouterr().err
