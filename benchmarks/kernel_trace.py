@@ -59,7 +59,7 @@ def report(each: list[Launch], units: int, most: int, stretch: int) -> list[str]
         counts[launch.name] += 1
     lines = [f"{sum(times.values()) / units:.1f} us of kernels in each"]
     lines += [
-        f"  {name[:48]:48} {total / units:9.1f} us   {counts[name] / units:6.1f} of {total / counts[name]:.2f}"
+        f"  {name[:48]:48} {total / units:9.1f} us {counts[name] / units:6.1f} of {total / counts[name]:.2f}"
         for name, total in times.most_common(most)
     ]
     first = max(0, (len(each) - stretch) // 2)
