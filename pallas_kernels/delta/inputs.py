@@ -95,13 +95,13 @@ def delta_inputs(
             return seen
 
         def store(token, u):
-            there = token < tokens
-            with lanes.when(there & (channel < qk_width)):  # all channels of a warp, or none
+            is_token = token < tokens
+            with lanes.when(is_token & (channel < qk_width)):  # all channels of a warp, or none
                 squares = lanes.warp_sum_real(sum_of_squares(u), lanes_of_head)
                 scale = rsqrt(maximum(squares, eps * eps))
                 scale = scale * select(channel < k_heads * k_dim, k_dim**-0.5, 1.0)
                 memory.store_reals([v * scale for v in u], qk_out, [row, token, channel])
-            with lanes.when(there & (channel >= qk_width) & (channel < C)):
+            with lanes.when(is_token & (channel >= qk_width) & (channel < C)):
                 memory.store_reals(u, v_out, [row, token, channel - qk_width])
 
         seen = lanes.choose(run == 0, from_tail, from_tokens())

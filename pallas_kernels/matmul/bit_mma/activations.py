@@ -95,9 +95,9 @@ def _quantize_row(
     warp, lane, begin = thread // 32, thread % 32, integer(lanes.block() % pieces) * own
     numbers = [warp + first for first in range(0, own, warps)]
     groups = [begin + number for number in numbers]
-    there = own if count == own * pieces else count if pieces == 1 else minimum(integer(count) - begin, own)
+    filled = own if count == own * pieces else count if pieces == 1 else minimum(integer(count) - begin, own)
     in_row = [
-        None if isinstance(there, int) and first + warps <= there else number < there
+        None if isinstance(filled, int) and first + warps <= filled else number < filled
         for first, number in zip(range(0, own, warps), numbers, strict=True)
     ]
     # Four neighbouring lanes have the bytes of each other's words (_exchanged). Warps behind the row's end
