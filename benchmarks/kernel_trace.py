@@ -2,10 +2,10 @@
 
     python benchmarks/kernel_trace.py -m synth:bonsai-8b:q1_0 -p 2048 -b 64
 
-A trace of jax.profiler of one repetition of each test of `bonsai-jax bench`: of a prompt of so many tokens,
-or of a step of so many sequences behind 128 tokens. Prints microseconds of a prompt or step in each kernel,
-the longest first, then a stretch from the middle of the trace: each kernel's time, and the gap behind it.
-With the profiler the host is slower, so gaps between steps are longer than without it.
+Runs tests of `bonsai-jax bench` under jax.profiler: prompts of so many tokens (-p), and decode steps of so
+many sequences with 128 tokens in the cache (-b). Prints how many microseconds a prompt or a step spends in
+each kernel, the longest first, and then a stretch from the middle of the trace: each kernel in order, its
+time, and the gap behind it. The profiler slows the host down, so gaps between steps are longer than without.
 """
 
 import argparse

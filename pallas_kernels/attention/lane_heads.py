@@ -69,8 +69,8 @@ class LaneHeads:
         return cos, sin
 
     def rotated(self, x: list, part, cos: list, sin: list) -> list:
-        """Rope of all of a head, by neighbours; or of its first dimensions in halves, of which other lanes
-        have the other."""
+        """Rope of a whole head, if pairs are neighbours; else of its first dimensions, and other lanes have
+        the other number of each pair."""
         if self.interleaved:
             out = []
             for i, (m, n) in enumerate(zip(cos, sin, strict=True)):

@@ -94,8 +94,8 @@ def run(
 
 
 def _inputs(seen, conv, Hk: int, K: int, eps: float) -> tuple[jax.Array, jax.Array]:
-    """Of what the convolution sees: queries, times 1 / sqrt(K), and keys, [B, T, 2, Hk, K]; values [B, T, Hv
-    V]."""
+    """Queries, times 1 / sqrt(K), and keys, [B, T, 2, Hk, K], and values, [B, T, Hv V], from what the
+    convolution sees."""
     # Apart, so that XLA makes each as it reads it, and not first both.
     qk, v = (
         jax.nn.silu(sum(x[..., part] * conv[part, i] for i, x in enumerate(seen)))

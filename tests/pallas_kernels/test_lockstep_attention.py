@@ -357,8 +357,8 @@ PROMPTS = {  # H, Hkv, D, layout: changes to the model
 
 @pytest.mark.parametrize("case", PROMPTS)
 def test_heads_of_prompts_are_the_reference_s(case):
-    """attend as on a GPU; in place of the kernel of prefill its definition, on what it is given. What is
-    stored has the same bits, or differs where a number lies between two."""
+    """`attend` as on a GPU, but with the definition in place of the kernel of prefill. What is stored has the
+    same bits, except where a number lies halfway between two."""
     H, Hkv, D, layout, change = PROMPTS[case]
     T, page_size = 21, 16
     normed, gated, interleaved = (change.get(name, False) for name in ("normed", "gated", "interleaved"))

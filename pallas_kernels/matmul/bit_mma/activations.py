@@ -69,7 +69,8 @@ def activations_int8(
 
 
 def _pieces(groups: int) -> int:
-    """As few equal parts of so many groups, a multiple of 4, as have at most COLUMNS columns."""
+    """How many blocks share a row of so many groups: as few as leave each at most COLUMNS columns, and all
+    equally many."""
     return next(n for n in range(1, groups + 1) if groups % n == 0 and groups // n * GROUP <= COLUMNS)
 
 
