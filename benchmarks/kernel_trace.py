@@ -2,20 +2,20 @@
 
     python benchmarks/kernel_trace.py -m synth:bonsai-8b:q1_0 -p 2048 -b 64
 
-Runs tests of `bonsai-jax bench` under jax.profiler: prompts of so many tokens (-p), and decode steps of so
-many sequences with 128 tokens in the cache (-b). Prints how many microseconds a prompt or a step spends in
-each kernel, the longest first, and then a stretch from the middle of the trace: each kernel in order, its
-time, and the gap behind it. The profiler slows the host down, so gaps between steps are longer than without.
+It runs tests of `bonsai-jax bench` under jax.profiler: prompts of so many tokens (-p), and decode steps of so
+many sequences with 128 tokens in the cache (-b). For each it prints the kernels that take longest, with their
+microseconds in a prompt or a step; then a stretch from the middle of the trace, in order, with each kernel's
+time and the gap after it. The profiler slows the host down, so gaps between steps are longer than usual.
+benchmarks/steps.py --kernels writes such sums of decode steps as rows.
 """
 
 import argparse
 import collections
-import gzip
 import itertools
-import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -24,83 +24,83 @@ from bonsai_jax.measure import bench
 
 
 class Launch(NamedTuple):
-    """A kernel that ran, or a copy: microseconds since the trace began, and its name."""
+    """A kernel that ran, or a copy, in microseconds."""
 
     start: float
     stop: float
     name: str
 
 
-def launches(events: list[dict[str, Any]], process: str = "GPU", thread: str = "Stream") -> list[Launch]:
-    """What GPUs ran, in order, of the events of a trace in Chrome's format: those of threads whose names, and
-    whose processes' names, have these words in them."""
-    processes, threads = (
-        {
-            (event["pid"], event.get("tid", 0) if kind == "thread_name" else 0): event["args"]["name"]
-            for event in events
-            if event.get("ph") == "M" and event["name"] == kind
-        }
-        for kind in ("process_name", "thread_name")
-    )
-    return sorted(
-        Launch(event["ts"], event["ts"] + event["dur"], event["name"])
-        for event in events
-        if event.get("ph") == "X"
-        and process in processes.get((event["pid"], 0), "")
-        and thread in threads.get((event["pid"], event["tid"]), "")
-    )
+def traced(test: bench.Test, plane: str = "GPU", line: str = "Stream") -> list[Launch]:
+    """What one repetition runs, in order: the events of planes with the one word in their names, and of lines
+    whose names begin with the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            test.run()
+        planes = [
+            own
+            for path in Path(folder).rglob("*.xplane.pb")
+            for own in jax.profiler.ProfileData.from_file(str(path)).planes
+        ]
+        return sorted(
+            Launch(event.start_ns / 1e3, (event.start_ns + event.duration_ns) / 1e3, event.name)
+            for own in planes
+            if plane in own.name
+            for thread in own.lines
+            if thread.name.startswith(line)
+            for event in thread.events
+        )
 
 
-def report(each: list[Launch], units: int, most: int, stretch: int) -> list[str]:
-    """Lines: sums by name of `units` prompts or steps, the `most` longest of them, and a stretch."""
-    times, counts = collections.Counter[str](), collections.Counter[str]()
-    for launch in each:
-        times[launch.name] += launch.stop - launch.start
+def sums(launches: Sequence[Launch], units: int) -> dict[str, tuple[float, float]]:
+    """Kernel -> (microseconds of a unit, launches in a unit), the slowest first; a unit is a step or a
+    prompt, and there are so many."""
+    spent, counts = collections.Counter[str](), collections.Counter[str]()
+    for launch in launches:
+        spent[launch.name] += launch.stop - launch.start
         counts[launch.name] += 1
-    lines = [f"{sum(times.values()) / units:.1f} us of kernels in each"]
+    return {name: (us / units, counts[name] / units) for name, us in spent.most_common()}
+
+
+def report(launches: Sequence[Launch], units: int, most: int, stretch: int) -> list[str]:
+    """Lines: sums of the `most` slowest kernels, then a stretch of so many launches."""
+    by_name = sums(launches, units)
+    lines = [f"{sum(us for us, _ in by_name.values()):.1f} us of kernels in each"]
     lines += [
-        f"  {name[:48]:48} {total / units:9.1f} us {counts[name] / units:6.1f} of {total / counts[name]:.2f}"
-        for name, total in times.most_common(most)
+        f"  {name[:48]:48} {us:9.1f} us {count:6.1f} of {us / count:.2f}"
+        for name, (us, count) in itertools.islice(by_name.items(), most)
     ]
-    first = max(0, (len(each) - stretch) // 2)
-    some = each[first : first + stretch + 1]
+    first = max(0, (len(launches) - stretch) // 2)
     lines += [
         f"    {launch.name[:48]:48} {launch.stop - launch.start:9.2f}   gap {after.start - launch.stop:6.2f}"
-        for launch, after in itertools.pairwise(some)
+        for launch, after in itertools.pairwise(launches[first : first + stretch + 1])
     ]
     return lines
 
 
-def traced(test: bench.Test, **names: str) -> list[Launch]:
-    """What one repetition runs, behind another; names as for `launches`."""
-    test.run()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder, create_perfetto_trace=True):
-            test.run()
-        (path,) = Path(folder).rglob("perfetto_trace.json.gz")
-        events = json.loads(gzip.decompress(path.read_bytes()))
-    return launches(events["traceEvents"] if isinstance(events, dict) else events, **names)
-
-
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("-p", "--prompts", default="", help="tokens of prompts: 512,2048")
-    parser.add_argument("-b", "--batches", default="", help="sequences of steps: 1,64")
-    parser.add_argument("-k", "--kernels", type=int, default=12, help="how many kernels to name (12)")
-    parser.add_argument("-s", "--stretch", type=int, default=24, help="launches of the stretch (24)")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("-m", "--model", required=True, help="as bonsai-jax bench -m")
+    parser.add_argument("-p", "--prompts", default="", help="tokens of prompts, as 512,2048")
+    parser.add_argument("-b", "--batch-sizes", default="", help="rows of a step, as 1,64")
+    parser.add_argument("--most", type=int, default=12, help="kernels to name")
+    parser.add_argument("--stretch", type=int, default=24, help="launches to print in order")
     options = parser.parse_args(arguments)
-    prompts, batches = ([int(n) for n in text.split(",") if n] for text in (options.prompts, options.batches))
-    if not prompts + batches:
-        parser.error("give -p or -b")
+    prompts, batch_sizes = (
+        [int(n) for n in text.split(",") if n] for text in (options.prompts, options.batch_sizes)
+    )
+    if not prompts + batch_sizes:
+        parser.error("nothing to trace: give -p or -b")
     if jax.default_backend() == "cpu":
-        parser.error("the kernels of a GPU are traced, and there is none")
+        parser.error("this is a CPU; kernels are traced on a GPU")
     steps = bench.BATCH_TOKENS
-    model = bj.load(options.model, bj.RunConfig(context=max([*prompts, 2 * steps])))
-    tests = [("pp", n, 0, 1, 1) for n in prompts] + [("tg", steps, steps, n, steps) for n in batches]
+    most_rows = max([1, *batch_sizes])
+    model = bj.load(options.model, bj.RunConfig(context=max([*prompts, 2 * steps]), batch_size=most_rows))
+    tests = [("pp", n, 0, 1, 1) for n in prompts] + [("tg", steps, steps, n, steps) for n in batch_sizes]
     for kind, tokens, depth, rows, units in tests:
         test = bench.Test(model, kind, tokens, depth, rows)
-        print(f"{test.name}:", *report(traced(test), units, options.kernels, options.stretch), sep="\n")
+        test.run()
+        print(f"{test.name}:", *report(traced(test), units, options.most, options.stretch), sep="\n")
 
 
 if __name__ == "__main__":

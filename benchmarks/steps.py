@@ -13,16 +13,14 @@ has the commit, the device and:
 """
 
 import argparse
-import collections
 import dataclasses
 import gc
 import os
 import statistics
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
+from kernel_trace import sums, traced
 
 import bonsai_jax as bj
 from bonsai_jax.measure import bench
@@ -59,25 +57,6 @@ def with_layers(source: str, layers: int | None) -> str:
     return source
 
 
-def kernel_times(test: bench.Test) -> dict[str, tuple[float, float]]:
-    """Of one repetition: kernel -> (microseconds of a step, launches in a step), the slowest first."""
-    spent, launches = collections.Counter(), collections.Counter()
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            test.run()
-        for path in Path(folder).rglob("*.xplane.pb"):
-            for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-                if "GPU" not in plane.name:
-                    continue
-                for line in plane.lines:
-                    if line.name.startswith("Stream"):
-                        for event in line.events:
-                            spent[event.name] += event.duration_ns
-                            launches[event.name] += 1
-    steps = test.tokens
-    return {name: (spent[name] / 1e3 / steps, launches[name] / steps) for name, _ in spent.most_common()}
-
-
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     batch_sizes = [int(rows) for rows in arguments.batch_sizes.split(",")]
     source = with_layers(arguments.model, arguments.layers)
@@ -90,7 +69,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[Row]:
         yield Row(
             **bench.origin(), model=source, layers=model.config.num_layers, rows=rows, depth=arguments.depth,
             us=statistics.median(times), us_min=min(times), us_max=max(times),
-            kernels=kernel_times(test) if arguments.kernels else None,
+            kernels=sums(traced(test), test.tokens) if arguments.kernels else None,
             state_dtype=run.state_dtype,
         )  # fmt: skip
         del test
