@@ -55,15 +55,14 @@ def launch_rows(
     *,
     name: str,
     operands: dict[str, jax.Array | None] | None = None,
-    blocks_of_row: int = 1,
     **settings: Any,
 ) -> Any:
-    """A block of threads for each of the rows of `size`, (M, K), with `width` places; or several neighbouring
-    blocks. What the body gets by name: refs of x, gamma and layer (both perhaps None), of the results, of the
-    sum if x is Parts, and of shared, float32 [2, warps], each _gmem but the last, _smem; refs of further
-    operands; columns, width, warps, and the settings."""
+    """A block of threads for each of the rows of `size`, (M, K), with `width` places. What the body gets by
+    name: refs of x, gamma and layer (both perhaps None), of the results, of the sum if x is Parts, and of
+    shared, float32 [2, warps], each _gmem but the last, _smem; refs of further operands; columns, width,
+    warps, and the settings."""
     rows, columns = size
-    warps = warps_of_block(rows, -(-width // blocks_of_row))
+    warps = warps_of_block(rows, width)
     if isinstance(x, Parts):
         results = {**results, "sum_gmem": jax.ShapeDtypeStruct(size, jnp.float32)}
     index = None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
@@ -72,7 +71,7 @@ def launch_rows(
         {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index, **(operands or {})},
         results,
         name=name,
-        blocks=rows * blocks_of_row,
+        blocks=rows,
         threads=32 * warps,
         scratch={"shared_smem": plgpu.SMEM((2, warps), jnp.float32)},
     )

@@ -106,7 +106,7 @@ def in_order(q, scale, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("layer", ["no norm", None, 1])
-@pytest.mark.parametrize("columns", [128, 896, 4096, 4736, 12288])  # whole fours of groups, and not; pieces
+@pytest.mark.parametrize("columns", [128, 896, 4096, 4736, 12288])  # whole fours of groups, and not
 def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, bits):
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((20, columns)).astype(np.float32) * np.resize(SIZES, (20, 1))

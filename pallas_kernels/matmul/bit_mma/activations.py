@@ -5,10 +5,10 @@ there is one.
     s = m / top, with a norm times 1 / sqrt(mean(x^2) + eps);  x = s q, or rms_norm(x) = s q, but for rounding
 
 The same numbers as in a decode step (plane_product.py). A block of threads has a row in its registers, so
-that it is read once; without a norm a piece of it, since groups have nothing to do with each other. Each warp
-has whole groups, whose largest it finds without the others: a lane loads 4 neighbouring columns of a group,
-16 bytes, and four lanes exchange the bytes that they make of them, so that each stores one word: place
-16 (4 h + p) + 4 t + b of a group is column 32 t + 16 h + 4 b + p, as group_sums.py makes bytes of bits.
+that it is read once. Each warp has whole groups, whose largest it finds without the others: a lane loads 4
+neighbouring columns of a group, 16 bytes, and four lanes exchange the bytes that they make of them, so that
+each stores one word: place 16 (4 h + p) + 4 t + b of a group is column 32 t + 16 h + 4 b + p, as
+group_sums.py makes bytes of bits.
 
 The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
 row m the 16 bytes of one h and p in place (4 h + p) ^ (m % 8) of 8 (what TMA calls a swizzle of 128
@@ -32,7 +32,6 @@ from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 
 PIECE_BYTES = 16  # that lie side by side
-COLUMNS = 4096  # of a block, where it needs no whole row: more and smaller blocks leave less idle at the end
 TILE_TOKENS = 64  # of bit_prefill_sm90; fewer rows are padded to a multiple of 16
 
 
@@ -61,17 +60,10 @@ def activations_int8(
     """
     m, columns = prologue.sizes(x, rows)
     width = columns + -columns % (4 * GROUP)
-    pieces = _pieces(width // GROUP) if gamma is None else 1
     return prologue.launch_rows(
         _quantize_row, x, (m, columns), width, gamma, layer, results_of(m, columns, bits),
-        name="activations_int8", blocks_of_row=pieces, pieces=pieces, eps=eps, bits=bits,
+        name="activations_int8", eps=eps, bits=bits,
     )  # fmt: skip
-
-
-def _pieces(groups: int) -> int:
-    """How many blocks share a row of so many groups: as few as leave each at most COLUMNS columns, and all
-    equally many."""
-    return next(n for n in range(1, groups + 1) if groups % n == 0 and groups // n * GROUP <= COLUMNS)
 
 
 def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDtypeStruct]:
@@ -89,18 +81,13 @@ def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDty
 
 def _quantize_row(
     x_gmem, gamma_gmem, layer_gmem, q_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, width, warps, pieces, eps, bits,
+    *, columns, width, warps, eps, bits,
 ):  # fmt: skip
-    count, own = columns // GROUP, width // GROUP // pieces  # groups of the row, and of this piece of it
-    row, thread = lanes.block() // pieces, integer(lanes.thread())
-    warp, lane, begin = thread // 32, thread % 32, integer(lanes.block() % pieces) * own
-    numbers = [warp + first for first in range(0, own, warps)]
-    groups = [begin + number for number in numbers]
-    filled = own if count == own * pieces else count if pieces == 1 else minimum(integer(count) - begin, own)
-    in_row = [
-        None if isinstance(filled, int) and first + warps <= filled else number < filled
-        for first, number in zip(range(0, own, warps), numbers, strict=True)
-    ]
+    row, thread = lanes.block(), integer(lanes.thread())
+    warp, lane, count = thread // 32, thread % 32, columns // GROUP
+    firsts = range(0, width // GROUP, warps)
+    groups = [warp + first for first in firsts]
+    in_row = [None if first + warps <= count else warp + first < count for first in firsts]
     # Four neighbouring lanes have the bytes of each other's words (_exchanged). Warps behind the row's end
     # load its last group.
     starts = [index(minimum(group, count - 1) * GROUP + lane * 4) for group in groups]
@@ -119,10 +106,10 @@ def _quantize_row(
         norm = inverse_rms(squares, columns, eps)
     m = integer(row)
     place = (lane // 4 % 2 * 4 + lane % 4 ^ m & 7) * PIECE_BYTES + lane // 8 * 4
-    for values, number, group in zip(x, numbers, groups, strict=True):
+    for values, group in zip(x, groups, strict=True):
         q, scale = _quantize(values, bits)
         scale = scale if norm is None else scale * norm
-        with lanes.when(number < own):
+        with lanes.when(group < width // GROUP):
             for digit, word in enumerate(q):
                 memory.store_bytes([word], q_gmem, [digit, index(group), row, place])
             with lanes.when(lane == 0):
