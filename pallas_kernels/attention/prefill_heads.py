@@ -4,8 +4,8 @@
     keys    -> norm, rope -> as the cache stores them -> their pages
     values                -> as the cache stores them -> their pages
 
-A block has one token, and each of its warps as many heads at a time as its lanes hold (lane_heads.py). Memory
-is what it takes: qkv is read once, and of the keys and values what is stored is written once.
+A block has one token, and each of its warps as many heads at a time as its lanes hold (lane_heads.py). Its
+time is that of memory: qkv is read once, and queries and what the cache stores are written once.
 """
 
 import functools

@@ -19,7 +19,7 @@ from tests.pallas_kernels.test_attention_windows import (
     check_prefill,
     sinks_for,
 )
-from tests.pallas_kernels.test_cache_layouts import ROUNDING
+from tests.pallas_kernels.test_cache_layouts import ROUNDING, UNITS
 from tests.refused_cases import unless_refused
 
 pytestmark = pytest.mark.gpu
@@ -119,9 +119,9 @@ def test_prompts_are_normed_rotated_stored_and_read(impl, H, Hkv, D, layout, mor
     )
     # What lies between two numbers may go to either.
     for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(want[1:3]), strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        unit, a, b = UNITS[str(a.dtype)], np.asarray(a, np.float32), np.asarray(b, np.float32)
         assert (a == b).mean() > 0.9999, f"{(a != b).sum()} of {a.size} differ"
-        np.testing.assert_allclose(a, b, atol=1, rtol=1e-2)
+        np.testing.assert_allclose(a, b, **unit)
     seen = positions >= 0
     got, want = (np.asarray(x[0])[seen] for x in (got, want))
     operand = "bfloat16" if layout == "bfloat16" else "float16"

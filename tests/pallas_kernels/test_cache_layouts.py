@@ -30,6 +30,12 @@ ORACLES = {
     "int8": of_bytes,
 }
 ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0.0, "int8": (1 + 2**-8) / 254}
+# By dtype: numbers that were computed in another order lie at most one unit of their last place apart.
+UNITS = {
+    "int8": {"atol": 1, "rtol": 0},
+    "float16": {"atol": 1e-6, "rtol": 2**-10},
+    "bfloat16": {"atol": 1e-6, "rtol": 2**-7},
+}
 BYTES = {"bfloat16": 2 * 128, "float16": 2 * 128, "float32": 4 * 128, "int8": 128 + 2}  # of a head of 128
 
 
