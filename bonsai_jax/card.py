@@ -33,7 +33,7 @@ def step_names(params: Params, config: ModelConfig, rows: int = 1) -> str:
 
 
 def _kernel_name(w: QTensor, rows: int) -> str:
-    kernel, bits = w.products.kernel(rows), w.products.activation_bits
+    kernel, bits = w.products.kernel(rows), w.products.bits(rows)
     return kernel if bits == 8 or kernel in ("reference", "cublas") else f"{kernel}:{bits}"
 
 

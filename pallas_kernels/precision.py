@@ -1,8 +1,28 @@
-"""How exactly references multiply float32."""
+"""How exactly products are made: by references, and by kernels that round activations to integers."""
 
 import jax
 
+from pallas_kernels import formats
+
 EXACT = jax.lax.Precision.HIGHEST
+FEW_ROWS = 8  # of activations, at most
+
+
+def few_rows_bits(platform: str, format: str, bits: int) -> int:
+    """To which kernels round what a feed-forward's down reads, for up to FEW_ROWS rows, where other
+    activations are rounded to `bits`: 16 for weights of 1 bit on a GPU.
+
+    128 columns share a scale there, and a gate leaves a few large numbers among many small ones. So rounding
+    these inputs to 8 bits takes a model further from its exact weights than all other rounding together
+    (docs/accuracy.md). 16 bits for them alone cost 1.5 % of a step with one row, 4 to 7 % with 4 to 8
+    (LOG.md, 2026-11-30).
+    """
+    return 16 if platform.startswith("sm_") and formats.family(format) == "bit" else bits
+
+
+def bits_for(rows: int, bits: int, few_rows_bits: int | None) -> int:
+    """To which this number of rows of activations are rounded; few_rows_bits None: to `bits` in any case."""
+    return few_rows_bits if few_rows_bits and rows <= FEW_ROWS else bits
 
 
 def multiply_precision() -> jax.lax.Precision | None:

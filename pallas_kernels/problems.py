@@ -7,6 +7,8 @@ of each candidate's own, and nobody can register more of them.
 import dataclasses
 from typing import ClassVar, Literal
 
+from pallas_kernels.precision import bits_for
+
 
 @dataclasses.dataclass(frozen=True)
 class Matmul:
@@ -17,6 +19,7 @@ class Matmul:
     n, k      outputs and inputs
     matrices  2 for SwiGLU's gate and up
     bits      to which kernels may round activations
+    few_rows_bits  the same for up to FEW_ROWS rows (precision.py); None: bits
     mixed     whether other layers of its stack, or what it is joined with, have other formats
 
     run(...) -> norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
@@ -32,6 +35,12 @@ class Matmul:
     matrices: int = 1
     bits: int = 8
     mixed: bool = False
+    few_rows_bits: int | None = None
+
+    def for_rows(self, rows: int) -> "Matmul":
+        """The same for this number of rows alone."""
+        bits = bits_for(rows, self.bits, self.few_rows_bits)
+        return dataclasses.replace(self, bits=bits, few_rows_bits=None)
 
     def __str__(self):
         where = "in a mixed stack " * self.mixed
@@ -160,6 +169,8 @@ class Step:
                 the norm before
     unknown     names of settings and arrays of the model that no kernel of several phases was written for
     attention   of one query a row
+    bits        to which kernels may round activations; down_bits: those that down reads, with up to FEW_ROWS
+                rows (precision.py); None: the same
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
                 one of each
@@ -180,6 +191,12 @@ class Step:
     post_norms: bool = False
     unknown: tuple[str, ...] = ()
     experts: tuple[int, int] | None = None
+    down_bits: int | None = None
+
+    @property
+    def bits_of_down(self) -> int:
+        """To which kernels may round what down reads."""
+        return bits_for(self.rows, self.bits, self.down_bits)
 
     def __str__(self):
         sizes = f"{self.hidden} wide, feed-forward {self.ffn}"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from pallas_kernels import formats, tiles
+from pallas_kernels.precision import bits_for
 from pallas_kernels.pytree import serializable
 from pallas_kernels.rotation import Rotation
 
@@ -23,11 +24,17 @@ class Products:
                      weights on a GPU), 32, or the columns that share a scale if they are fewer. 16 is nearly
                      exact
     tiled            whether a kernel reads the format's tiles; if not, blocks as they stand in the file
+    few_rows_bits    activation_bits for up to FEW_ROWS rows (precision.py); None: the same
     """
 
     kernels: tuple[tuple[int | None, str], ...] = ((None, "reference"),)
     activation_bits: int = 8
     tiled: bool = False
+    few_rows_bits: int | None = None
+
+    def bits(self, rows: int) -> int:
+        """To which kernels may round this number of rows of activations."""
+        return bits_for(rows, self.activation_bits, self.few_rows_bits)
 
     def kernel(self, rows: int) -> str:
         """The kernel for this number of rows of activations."""

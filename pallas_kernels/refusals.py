@@ -272,7 +272,8 @@ def one_launch(problem: Step) -> str | None:
 
     a = problem.attention
     sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
-    return _in_this_share(Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses())
+    bits = {"bits": problem.bits, "down_bits": problem.bits_of_down}
+    return _in_this_share(Shapes(*sizes, blocks=device.multiprocessors(), **bits).refuses())
 
 
 def _one_launch_of_integers(problem: Step) -> str | None:
@@ -322,7 +323,8 @@ def layer_products(problem: Step) -> str | None:
     assert problem.layers is not None
     from pallas_kernels.step.layer_products_plan import refuses  # only GPUs need it
 
-    rest = {"bits": problem.bits, "rotated": problem.folded, "post_norms": problem.post_norms}
+    bits = (problem.bits, problem.bits, problem.bits_of_down, problem.bits)  # of a launch's products
+    rest = {"bits": bits, "rotated": problem.folded, "post_norms": problem.post_norms}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
     reasons = (
         refuses(problem.rows, width, problem.hidden, problem.ffn, layer, following, **rest)

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 from pallas_kernels import cache_layouts, device, formats, refusals
+from pallas_kernels.precision import FEW_ROWS
 from pallas_kernels.problems import (
     Attention,
     DeltaNet,
@@ -270,6 +271,7 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
     """
     verdicts, taken = [], False
     rows = problem.rows if isinstance(problem, Step) else rows
+    problem = problem.for_rows(rows) if isinstance(problem, Matmul) else problem
     for candidate in candidates(type(problem)):
         reason = candidate.refuses(problem)
         first, last = candidate.range(problem)
@@ -305,13 +307,14 @@ def choose(problem: Problem, rows: int = 1, impl: str = "auto") -> str:
 
 def products(problem: Matmul, impl: str = "auto") -> Products:
     """The kernel for every number of rows. Errors as for `choose`."""
-    ranges = [candidate.range(problem) for candidate in candidates(Matmul)]
+    ranges = [(1, FEW_ROWS), *(candidate.range(problem) for candidate in candidates(Matmul))]
     firsts = sorted({first for first, _ in ranges} | {last + 1 for _, last in ranges if last})
     chosen = [choose(problem, rows, impl) for rows in firsts]
     changes = [i for i in range(len(firsts)) if i + 1 == len(firsts) or chosen[i] != chosen[i + 1]]
     lasts = [firsts[i + 1] - 1 if i + 1 < len(firsts) else None for i in changes]
     kernels = tuple((last, chosen[i]) for last, i in zip(lasts, changes, strict=True))
-    return Products(kernels, problem.bits, any(get(Matmul, kernel).tiled for _, kernel in kernels))
+    tiled = any(get(Matmul, kernel).tiled for _, kernel in kernels)
+    return Products(kernels, problem.bits, tiled, problem.few_rows_bits)
 
 
 def schedules(problem: Step, impl: str = "auto") -> tuple[tuple[int, str], ...]:

@@ -106,7 +106,7 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
         return machine.arithmetic("half")
     by_planes = kernel == "bit_decode_b1" or (kernel == "bit_decode_ring" and rows <= 4)
     kind = "planes" if by_planes else "int8"
-    return machine.arithmetic(kind) * 8 / piece.products.activation_bits
+    return machine.arithmetic(kind) * 8 / piece.products.bits(rows)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -111,9 +111,10 @@ def _shapes(
     from pallas_kernels.step.shapes import Shapes  # only GPUs need it
 
     heads = config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim
+    qkv, *_, down = _bit_stacks(params)
     return Shapes(
         rows, config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(),
-        bits=_bit_stacks(params)[0].products.activation_bits, eps=config.rms_norm_eps,
+        bits=qkv.products.bits(rows), down_bits=down.products.bits(rows), eps=config.rms_norm_eps,
         activation=config.mlp.activation, changes=NO_CHANGES if changes is None else changes.sizes,
         tokens=tokens,
     )  # fmt: skip

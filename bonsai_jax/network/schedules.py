@@ -87,6 +87,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         decode,
         experts=(experts.count, experts.used) if experts else None,
         bits=run.activation_bits,
+        down_bits=max((m.problem.few_rows_bits or 0 for m in matrices), default=0) or None,
         split=plan.placement.axis is not None,
         widths=tuple(mixer.output_width for layer in config.layers for mixer in layer.mixers),
         plain=len({(layer.mixer, layer.output) for layer in config.layers}) == 1

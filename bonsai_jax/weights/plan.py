@@ -25,10 +25,12 @@ from bonsai_jax.weights.records import LoadPlan, Matrix, Member, Part, Piece, St
 from bonsai_jax.weights.specs import Description, Source, Spec
 from checkpoints import Folding
 from pallas_kernels import Rotation, device, problems, selection
+from pallas_kernels.precision import few_rows_bits
 from pallas_kernels.rotation import flips_of
 from pallas_kernels.tiles import TILE_ROWS
 
 DEFAULT_CONTEXT = 4096
+BEHIND_GATES = {"down", "shared_down"}  # fields of Params that read what a feed-forward's gate made
 
 
 def plan(description: Description, run: RunConfig, placement: Placement = ONE_DEVICE) -> LoadPlan:
@@ -248,6 +250,7 @@ def _piece(
     members = [member for member, _ in layers[0]]
     first, platform, in_file = members[0], device.platform(), _is_as_in_file(layers)
     rows = sum(member.own_shape[0] for member in members)
+    behind_gate = any(member.field in BEHIND_GATES for member in members)
     problem = problems.Matmul(
         platform,
         first.stored,
@@ -255,6 +258,7 @@ def _piece(
         first.own_shape[1],
         matrices=matrices,
         bits=run.activation_bits,
+        few_rows_bits=few_rows_bits(platform, first.stored, run.activation_bits) if behind_gate else None,
         mixed=mixed,
     )
     products = selection.products(problem, run.impl)

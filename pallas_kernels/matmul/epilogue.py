@@ -19,14 +19,16 @@ def inverse_rms(squares, columns: int, eps: float):
     return rsqrt(squares * (1 / columns) + eps)
 
 
-def store(y, out_gmem, row, n):
-    """Store an output, unless it is one of a last tile's rows that the matrix does not have."""
-    width = out_gmem.type.shape[1]
+def store(y, out_gmem, *at):
+    """Store an output, whose number is last, unless it is one of a last tile's rows that the matrix does not
+    have."""
+    *_, n = at
+    *_, width = out_gmem.type.shape
     if width % TILE_ROWS == 0:
-        memory.store(y, out_gmem, row, n)
+        memory.store(y, out_gmem, *at)
     else:
         with lanes.when(n < width):
-            memory.store(y, out_gmem, row, n)
+            memory.store(y, out_gmem, *at)
 
 
 def output(y: list, norm, activation: Activation):

@@ -66,7 +66,7 @@ def layer_products(
     *,
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
-    bits: int = 8,
+    bits: tuple[int, ...] = (8, 8, 8, 8),
     rounded: tuple[bool, bool, bool] = (False, False, False),
     activation: Activation = SILU,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -84,19 +84,19 @@ def layer_products(
     post_norms  of what o and down make, float32 [1, hidden] each; None for none. Not with rotations
     scale      float32 [1, 1]: with post norms x is multiplied by it in the end; None for 1
     formats_of  of the parts of each
-    bits       8 or 16, to which activations are rounded
+    bits       8 or 16, to which what each reads is rounded
     rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
-    phases = phases_of(weights, formats_of, attended.shape[1], hidden)
+    phases = phases_of(weights, formats_of, attended.shape[1], hidden, bits)
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
-    planned = plan(phases, rows, bits, eps, rotated, activation, post_norms is not None)
+    planned = plan(phases, rows, eps, rotated, activation, post_norms is not None)
     if planned is None:
         raise NotImplementedError(
-            f"layer_products: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
-            "shared memory; split the rows"
+            f"layer_products: {rows} rows of {max(bits)} bits leave no room in {device.shared_bytes()} bytes "
+            "of shared memory; split the rows"
         )
     products, warps = planned.products, planned.products[0].plan.warps
     results = {"x_out_gmem": jax.ShapeDtypeStruct((rows, hidden), jnp.float32)}

@@ -26,11 +26,12 @@ Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: sta
 
 class Phase(NamedTuple):
     """A product's weights: rows below rows (two matrices each for SwiGLU), the format of each part, and how
-    many columns they have."""
+    many columns they have; and the bits to which activations are rounded."""
 
     parts: tuple[tuple[Fields, ...], ...]
     formats: tuple[str, ...]
     columns: int
+    bits: int = 8
 
     @property
     def steps(self) -> int:
@@ -47,7 +48,7 @@ class Planned(NamedTuple):
 
 
 def plan(
-    phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False,
+    phases: Sequence[Phase], rows: int, eps: float, rotated: bool = False,
     activation: Activation = SILU, post_norms: bool = False,
 ) -> Planned | None:  # fmt: skip
     """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
@@ -72,7 +73,7 @@ def plan(
             int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts) for parts in placed
         ]
         sizes = [
-            int_decode_plan.scratch_bytes(plan, len(phase.parts[0]), phase.steps, padded, bits)
+            int_decode_plan.scratch_bytes(plan, len(phase.parts[0]), phase.steps, padded, phase.bits)
             for phase, plan in zip(phases, plans, strict=True)
         ]
         taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]
@@ -94,18 +95,18 @@ def plan(
         return None
     _, plans, depth = best
     products = tuple(
-        IntegerProduct(plan, rows, phase.columns, len(phase.parts[0]), eps, bits, activation)
+        IntegerProduct(plan, rows, phase.columns, len(phase.parts[0]), eps, phase.bits, activation)
         for phase, plan in zip(phases, plans, strict=True)
     )
     return Planned(products, depth, slot_bytes)
 
 
-def phases_of(weights, formats_of, width: int, hidden: int) -> list[Phase]:
+def phases_of(weights, formats_of, width: int, hidden: int, bits: Sequence[int]) -> list[Phase]:
     """Of a launch's weights, whose o has so many columns and whose other products that read x `hidden`."""
     gate_up = weights[1]
     ffn = sum(fields["words"].shape[1] for fields, *_ in gate_up) * TILE_ROWS
     columns = (width, hidden, ffn, hidden)
-    return [Phase(*phase) for phase in zip(weights, formats_of, columns[: len(weights)], strict=True)]
+    return [Phase(*phase) for phase in zip(weights, formats_of, columns, bits, strict=False)]
 
 
 def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
@@ -114,12 +115,13 @@ def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
 
 
 def refuses(
-    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False,
-    post_norms: bool = False,
+    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: tuple[int, ...],
+    rotated: bool = False, post_norms: bool = False,
 ) -> str | None:  # fmt: skip
     """Why a layer's products cannot be one launch on the default device, or None.
 
     width             inputs of o
+    bits              of what each product reads
     layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
                       the next, or None
     rotated           whether weights are folded
@@ -127,16 +129,17 @@ def refuses(
     """
     if rotated and post_norms:
         return "norms follow a layer's halves, which blocks that rotate activations do not have"
-    phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
+    parts = [(layer[1], width), (layer[2], hidden, 2), (layer[4], ffn)]
     if following is not None:
-        phases.append(phase_of(following[0], hidden))
+        parts.append((following[0], hidden))
+    phases = [phase_of(*part)._replace(bits=n) for part, n in zip(parts, bits, strict=False)]
     if layer[2] != layer[3]:
         return "gate and up have different formats"
     for phase in phases if rotated else ():
         for format in phase.formats:
             if not int_decode.rotates(format, phase.columns, rows):
                 return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
-    if plan(phases, rows, bits, 0.0, rotated, post_norms=post_norms) is None:
+    if plan(phases, rows, 0.0, rotated, post_norms=post_norms) is None:
         stream = f" and {rows} of the residual stream" * post_norms
         return f"integers of {rows} rows of {ffn} activations{stream} leave no room for weights on their way"
     return None

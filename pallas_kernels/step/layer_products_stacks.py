@@ -64,7 +64,7 @@ def run(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
         eps=eps,
-        bits=pieces[0][0][0].products.activation_bits,
+        bits=tuple(parts[0][0].products.bits(len(x)) for parts in pieces),
         rounded=rounded,
         activation=activation,
     )

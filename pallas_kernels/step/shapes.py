@@ -46,8 +46,13 @@ class Vector(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Static sizes of a step; `blocks` is the number of multiprocessors, `changes` are an adapter's; `tokens`
-    neighbouring rows are one sequence's (attention/decode_plan.py)."""
+    """Static sizes of a step.
+
+    blocks     the number of multiprocessors
+    bits       8 or 16, to which activations are rounded; down_bits: those that down reads
+    changes    an adapter's
+    tokens     so many neighbouring rows are one sequence's (attention/decode_plan.py)
+    """
 
     rows: int
     hidden: int
@@ -57,6 +62,7 @@ class Shapes:
     head_dim: int
     blocks: int
     bits: int = 8
+    down_bits: int = 8
     eps: float = 0.0
     activation: Activation = SILU
     changes: Changes = NO_CHANGES
@@ -64,8 +70,9 @@ class Shapes:
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
-        if self.rows * self.digits > MOST_ROWS:
-            most = f"{MOST_ROWS // self.digits}, whose activations of {self.bits} bits"
+        bits = max(self.bits, self.down_bits)
+        if self.rows * self._digits(bits) > MOST_ROWS:
+            most = f"{MOST_ROWS // self._digits(bits)}, whose activations of {bits} bits"
             return f"{self.rows} rows are more than {most} a warp has registers for"
         if reason := self.changes.refuses(self.rows):
             return reason
@@ -85,22 +92,21 @@ class Shapes:
         quantizes what it multiplies."""
         return self.rows > 1
 
-    @property
-    def digits(self) -> int:
-        """8 bits each, in which activations are passed on."""
-        return self.bits // 8 if self.passes_on else 1
+    def _digits(self, bits: int) -> int:
+        """Of 8 bits each, in which activations of so many bits are passed on."""
+        return bits // 8 if self.passes_on else 1
 
     def products(self) -> dict[Phase, Product]:
         """The products by phase."""
-        rows, bits = self.rows * self.digits, 8 if self.passes_on else self.bits
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
-        def product(n, k, added=False, **rest):
-            n_tiles = -(-n // 16)
+        def product(n, k, added=False, bits=self.bits, **rest):
+            digits = self._digits(bits)
+            rows, n_tiles = self.rows * digits, -(-n // 16)
             kind = ByteProduct if rows > MOST_PLANE_ROWS else PlaneProduct
             p = kind(
                 rows=rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=bits, digits=self.digits,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=bits // digits, digits=digits,
                 activation=self.activation, **rest,
             )  # fmt: skip
             return _split(p, self.blocks) if added and self.passes_on else p
@@ -109,7 +115,7 @@ class Shapes:
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
             Phase.O: product(self.hidden, width, added=True),
             Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
-            Phase.DOWN: product(self.hidden, self.ffn, added=True),
+            Phase.DOWN: product(self.hidden, self.ffn, added=True, bits=self.down_bits),
         }
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
@@ -151,7 +157,7 @@ class Shapes:
             self.begins[phase, 0] + at for at in range(0, products[phase].shared_bytes - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        most = MOST_SLOTS if self.rows * self.digits <= MMA_COLUMNS else WARPS
+        most = MOST_SLOTS if self.rows * self._digits(self.bits) <= MMA_COLUMNS else WARPS
         for count in range(most, WARPS - 1, -1):
             beyond = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
             places = [*down, *beyond, *qkv][:count]

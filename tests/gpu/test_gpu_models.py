@@ -249,8 +249,9 @@ def prefill_from_steps(model, ids, new) -> Parting:
 def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits, format):
     """Near-ties aside, the same greedy tokens. (The other tiny models write one token again and again.)
 
-    Prefill of Q1_0 rounds activations as steps do, to 8 or 16 bits, that of other formats to float16. What
-    also differs is attention, whose weights prefill rounds to 16 bits; behind it an activation may be
+    Prefill of Q1_0 rounds activations as steps do, to 8 or 16 bits, but for what down reads, of which steps
+    have 16; that of other formats rounds to float16. What also differs is attention, whose weights prefill
+    rounds to 16 bits; behind it an activation may be
     rounded to the neighbouring whole number. With 16 bits that is less than what counts as a near-tie; there
     the comparison is strict. With 8 bits it may be as much as what they cost at all, a KL of 3.5e-4 on this
     model, which is what is bounded. Where tokens may part follows from the KL that was measured: noise of

@@ -28,6 +28,7 @@ from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotate
 from pallas_kernels.matmul.int_mma.decode import int_decode
 from pallas_kernels.matmul.int_mma.dequantize import int_dequantize
 from pallas_kernels.matmul.int_mma.prefill_sm90 import int_prefill_sm90
+from pallas_kernels.precision import FEW_ROWS, few_rows_bits
 from pallas_kernels.problems import Matmul
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
@@ -51,11 +52,11 @@ def tiles_of_1_bit(n, k, layers=36):
     return words, jax.ShapeDtypeStruct((layers, n // 16, k // 128, 8), jnp.uint32)
 
 
-def product(n, k, matrices, rows, layers=36):
+def product(n, k, matrices, rows, layers=36, bits=8):
     gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 or layers == 1 else None
-    chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
+    chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices, bits=bits), rows)
     kernel = {kernel.name: kernel for kernel in (RowByRow, Rounds, Ring)}[chosen]
-    f = functools.partial(bit_decode, kernel=kernel, n=n, eps=1e-6)
+    f = functools.partial(bit_decode, kernel=kernel, n=n, eps=1e-6, bits=bits)
     x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)
 
@@ -277,9 +278,10 @@ def one_launch(
             (tuple(change(*size) for size in qkv), *((change(*size),) for size in sizes[1:]))
         )
         changes = beside.sizes
+    down_bits = few_rows_bits(device.platform(), "q1_0", bits) if rows <= FEW_ROWS else bits
     shapes = Shapes(
-        rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6,
-        changes=changes, tokens=tokens,
+        rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits,
+        down_bits=down_bits, eps=1e-6, changes=changes, tokens=tokens,
     )  # fmt: skip
     return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
         vector(rows, hidden), tuple(matrix(*size) for size in sizes),
@@ -306,12 +308,13 @@ def products_between(
     formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
+    of_down = few_rows_bits(device.platform(), down, bits)
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
     integers = rows == 1 and bits == 8 and not folded and formats.family(o) == "int"
     rounded = integers and not post_norms, integers, False
     f = functools.partial(
-        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded,
-        activation=activation,
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=(bits, bits, of_down, bits),
+        rounded=rounded, activation=activation,
     )  # fmt: skip
     number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
     rotations = tuple(

@@ -27,6 +27,8 @@ CASES = [
     (40, 384, 6, "added", 8),
     (32, 2304, 3, "gated", 16),
     (48, 17408, 1, "added", 8),  # nine pairs of groups for a warp
+    (40, 17408, 6, "added", 16),  # columns in two splits, whose integers have room
+    (32, 34560, 3, "normed", 16),  # in three
 ]
 
 

@@ -84,14 +84,15 @@ def test_products_in_one_launch_are_those_of_launches(case):
         for of, rotation in zip((parts[0], parts[1][:1], *parts[2:]), (*rotations, None), strict=False)
     )
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        phases = layer_products.phases_of(weights, formats, width, hidden)
-        planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
+        phases = layer_products.phases_of(weights, formats, width, hidden, (bits,) * 4)
+        planned = layer_products.plan(phases, rows, EPS, bool(of_folded))
         assert planned is not None
         integers = layer_products_stacks.rounded_vectors([o_], (gate_, gate_, down_), [qkv_])
         assert all(integers) == (case in (CASES[0], CASES[11]))
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
-            tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=bits, rounded=integers,
+            tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=(bits,) * 4,
+            rounded=integers,
             activation=activation,
         )  # fmt: skip
 
@@ -124,14 +125,16 @@ def test_products_in_one_launch_are_those_of_launches(case):
             same(got[1], alone(3, sent[2](x)))
 
 
-# rows, hidden, ffn, width of q; rows of the next q, k, v; blocks, bits
+# rows, hidden, ffn, width of q; rows of the next q, k, v; blocks; bits, and those of what down reads
 OF_1_BIT = [
-    (1, 512, 1024, 256, 320, 7, 8),
-    (1, 256, 4608, 512, 96, 33, 8),  # two steps of a warp
-    (1, 256, 512, 768, None, 40, 8),  # blocks without a tile, the last layer
-    (2, 512, 1024, 512, 256, 8, 8),
-    (3, 512, 768, 256, 64, 5, 8),  # of four columns one is nobody's
-    (1, 512, 512, 256, 64, 6, 16),
+    (1, 512, 1024, 256, 320, 7, 8, 8),
+    (1, 256, 4608, 512, 96, 33, 8, 8),  # two steps of a warp
+    (1, 256, 512, 768, None, 40, 8, 8),  # blocks without a tile, the last layer
+    (2, 512, 1024, 512, 256, 8, 8, 8),
+    (3, 512, 768, 256, 64, 5, 8, 8),  # of four columns one is nobody's
+    (1, 512, 512, 256, 64, 6, 16, 16),
+    (2, 512, 1024, 512, 256, 8, 8, 16),
+    (2, 256, 4608, 512, None, 33, 8, 16),
 ]
 
 
@@ -139,7 +142,8 @@ OF_1_BIT = [
 def test_products_of_1_bit_are_those_of_their_own_launches(case):
     """Of bit_decode_b1, whose sums have another order, so that their last bits differ. A number that were
     rounded to its neighbour for that would be seen, as 1e-4; these inputs have none."""
-    rows, hidden, ffn, width, qkv, blocks, bits = case
+    rows, hidden, ffn, width, qkv, blocks, bits, down_bits = case
+    bits_of = (bits, bits, down_bits, bits)
     rng = np.random.default_rng(hidden + ffn + rows)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shapes = [[(hidden, width)], [(ffn, hidden)] * 2, [(hidden, ffn)], [(qkv, hidden)]][: 4 if qkv else 3]
@@ -154,7 +158,7 @@ def test_products_of_1_bit_are_those_of_their_own_launches(case):
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         got = layer_products.layer_products(
             attended, x, tuple((matrices,) for matrices in weights), tuple(norms), np.array([4], np.int32),
-            words, formats_of=(("q1_0",),) * len(weights), eps=EPS, bits=bits,
+            words, formats_of=(("q1_0",),) * len(weights), eps=EPS, bits=bits_of,
         )  # fmt: skip
 
         def alone(number, x, residual=None):
@@ -162,7 +166,7 @@ def test_products_of_1_bit_are_those_of_their_own_launches(case):
             return np.asarray(
                 bit_decode.bit_decode(
                     x, matrices, np.zeros(2, np.int32), norms[number], residual, kernel=RowByRow,
-                    n=16 * matrices[0][0].shape[1], eps=EPS, bits=bits,
+                    n=16 * matrices[0][0].shape[1], eps=EPS, bits=bits_of[number],
                 )
             )  # fmt: skip
 
@@ -215,12 +219,12 @@ def test_a_norm_of_what_is_added_is_in_the_launch(case):
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     words = layer_products.workspace_words(rows, hidden, ffn)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        phases = layer_products.phases_of(weights, formats, width, hidden)
-        planned = layer_products.plan(phases, rows, bits, EPS, post_norms=True)
+        phases = layer_products.phases_of(weights, formats, width, hidden, (bits,) * 4)
+        planned = layer_products.plan(phases, rows, EPS, post_norms=True)
         assert planned is not None
         got = layer_products.layer_products(
             attended, x, weights, tuple(gammas), np.array([4], np.int32), np.zeros(words, np.int32), None,
-            after, scale, formats_of=formats, eps=EPS, bits=bits, activation=GELU_TANH,
+            after, scale, formats_of=formats, eps=EPS, bits=(bits,) * 4, activation=GELU_TANH,
         )  # fmt: skip
 
         @mock.patch.object(int_decode_plan, "BLOCK_WARPS", (planned.products[0].plan.warps,))

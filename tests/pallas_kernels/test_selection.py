@@ -131,8 +131,10 @@ def test_the_table_of_kernels(monkeypatch):
     assert [head[rows] for rows in (1, 8, 9)] == ["bit_decode_ring"] * 2 + ["bit_prefill_sm90"]
     for rest in ({"bits": 16}, {"matrices": 2}, {"k": 12288}):  # of which none is for
         assert kernels("q1_0", "sm_90", **{"n": 151669, **rest})[1] == "bit_decode_b1"
-    # Integers of 8 rows of so many columns are more than the shared memory of a block.
-    wide = kernels("q1_0", "sm_90", k=32768)
+    # Integers of 8 rows of so many columns are more than the shared memory of a block, which may have a part
+    # of the columns of one matrix, but not of two.
+    assert kernels("q1_0", "sm_90", k=32768)[8] == "bit_decode_s8"
+    wide = kernels("q1_0", "sm_90", k=32768, matrices=2)
     assert wide[8] == wide[1] == "bit_decode_b1"
 
 

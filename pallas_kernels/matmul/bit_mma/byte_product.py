@@ -6,12 +6,19 @@ being column 32 t + 8 b + i. `word << 7 - i & 0x80808080` is therefore what mma.
 neighbouring k of a row, a 1 being 128, if the activations' columns are taken in the same order. A column of
 the tensor core is a row of x.
 
+Sums I of 128 b q begin at F_0 = 2^21, so that F = F_0 + I is positive and below 2^23, and its bits are a
+float32 as they are: F 2^-149, a subnormal number, which an fma takes as fast as others. So of a group
+
+    2 s sum_k b_k q_k - s sum_k q_k = F s / 64 - s (F_0 / 64 + sum_k q_k)
+
+is one fma (`coefficients`). To round what is subtracted costs 0.01 s at most, to round x about 2 s.
+
 In a step, 12 words are passed on to each lane 4 g + t that multiplies row g or g + 8 of x, each with a tag in
 bits 0 and 1. Column 32 t + 8 b + i of the group is integer i of byte b.
 
     word i = 0 .. 7   integers i of bytes 0, 1 and 2, in bytes 1, 2 and 3
     word 8 .. 10      integers of byte 3, three to a word, in bytes 1, 2 and 3
-    word 11           float32: s / 64 for t = 0, - s sum_k q_k for t = 1, sum_k x_k^2 before gamma for t = 2
+    word 11           float32: the coefficients for t = 0 and 1, sum_k x_k^2 before gamma for t = 2
 
 in the order [group][words 0 .. 3, 4 .. 7, 8 .. 11][row][t][4], so that a warp reads 16 neighbouring bytes a
 lane.
@@ -19,15 +26,20 @@ lane.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import as_real, fma, index, integer, minimum, real, select
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product
-from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
-UNIT = 128  # times sums of products is what `multiply_group` returns
+FIRST = 2**21  # F_0
+UNIT = 128  # a 1 of the weights
+# The factor of a coefficient, so that neither it nor sums leave the range of float32: exact for groups of
+# activations whose largest is between 2^-50 and 2^60.
+COEFFICIENT = 2.0**80
+SUM = COEFFICIENT * 2.0**-149  # the factor of sums
 GROUP_WORDS = 48  # that are passed on of a row of a group
 # Of a group of each eight rows a lane has so many words while they are multiplied, and at most in all:
 REGISTER_WORDS, MOST_REGISTERS = 9, 112
@@ -48,8 +60,8 @@ class Eight:
         """As `multiply_group` takes them; there is one byte of each."""
         return [self.fours[p, h]]
 
-    def statistics(self, me: LaneColumns, p: int, h: int) -> list:
-        """Of row 2 t of the eight 2 s / UNIT and - s sum_k q_k, then of row 2 t + 1."""
+    def coefficients(self, me: LaneColumns, p: int, h: int) -> list:
+        """Both of row 2 t of the eight, then of row 2 t + 1."""
         sources = [integer(me.t * 8 + lane) for lane in (0, 1, 4, 5)]
         values = [as_real(lanes.from_lane(self.words[p, h][11], source)) for source in sources]
         return [v * me.count[p, h] for v in values]
@@ -90,7 +102,8 @@ class ByteProduct(Product):
         for more, shift in ((0, 8), (1, 16), (2, 24)):
             code = lanes.from_lane(last, lane + more) if more else last
             extra = code << shift if not more else extra | code << shift
-        statistic = select(t == 0, scale * (2 / UNIT), select(t == 1, -(scale * sum_of_q), squares))
+        factor, added = coefficients(scale, sum_of_q)
+        statistic = select(t == 0, factor, select(t == 1, added, squares))
         statistic = select(t == 3, 0.0, statistic)
         is_last = i == 7
         place = lambda v, at: index(v * (16 * self.rows) + t * 4 + at) + row * 16  # noqa: E731
@@ -136,21 +149,25 @@ class ByteProduct(Product):
                 memory.store(squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: list, words: Callable, scales: Callable) -> dict:
-        """{(u, m): [eight of the rows][row g, g + 8][row of x 2 t, 2 t + 1]}; x: of each eight rows an
-        `Eight`, or decode_s8.SharedRows."""
+        """{(u, m): [eight of the rows][row g, g + 8][row of x 2 t, 2 t + 1]}, times SUM; x: of each eight
+        rows an `Eight`, or decode_s8.SharedRows."""
         items = self.items()
         y = {item: [[[real(0)] * 2 for _ in range(2)] for _ in x] for item in items}
         for p in range(self.per_warp):
             loaded = {(u, m): words(m, u, p) for u, m in items}
             for h in (0, 1):
                 integers = [eight.integers(p, h) for eight in x]
-                statistics = [eight.statistics(me, p, h) for eight in x]
+                factors = [eight.coefficients(me, p, h) for eight in x]
                 for u, m in items:
                     bits = [bits_as_bytes(lanes.element(loaded[u, m], 2 * h + r)) for r in (0, 1)]
                     sums = [multiply_group(bits, q) for q in integers]
                     d = lanes.halves(scales(m, u, p, h))
                     for i, r, c in itertools.product(range(len(x)), (0, 1), (0, 1)):
-                        product = fma(sums[i][2 * r + c], statistics[i][2 * c], statistics[i][2 * c + 1])
+                        factor, product = factors[i][2 * c : 2 * c + 2]
+                        for digit, digit_sums in enumerate(sums[i]):
+                            F = digit_sums[2 * r + c]
+                            power = factor * 256.0**digit if digit else factor
+                            product = fma(F - as_real(integer(FIRST)) if digit else F, power, product)
                         y[u, m][i][r][c] = fma(d[r], product, y[u, m][i][r][c])
         return y
 
@@ -162,32 +179,35 @@ class ByteProduct(Product):
                 for (u, m), tile_sums in y.items():
                     for r in (0, 1):
                         at = self.place(u, m, 0) + me.warp * 16 + me.g + 8 * r
-                        memory.store(tile_sums[i][r][c], scratch_smem, row * self.row_sums + at)
+                        memory.store(tile_sums[i][r][c] * (1 / SUM), scratch_smem, row * self.row_sums + at)
+
+
+def coefficients(scale, sum_of_q) -> tuple:
+    """By what F of a group of a row is multiplied, and what is added then. scale: s."""
+    return scale * (2 / UNIT * COEFFICIENT), -(scale * (sum_of_q + FIRST * 2 / UNIT)) * SUM
 
 
 def multiply_group(bits: list, q: list) -> list:
-    """16 rows of bits, as bytes, times 8 rows of x: 128 sum_k b_k q_k as float32, which hold them exactly,
-    where tensor_cores.multiply_bytes has its sums.
+    """16 rows of bits, as bytes, times 8 rows of x: for each digit four F, where tensor_cores.multiply_bytes
+    has its sums.
 
     bits  of rows g and g + 8 eight words
-    q     per 8 bits of the integers, the lowest first, eight words
+    q     per 8 bits of the integers, the lowest first, eight words; the last are signed
     """
 
-    def product(sums: list, first: int) -> list:
+    def product(integers: list, signed: bool, sums: list, first: int) -> list:
         """Of the even bits, or the odd ones."""
-        for digit in reversed(range(len(q))):
-            highest = digit == len(q) - 1
-            sums = sums if highest else [v << 8 for v in sums]
-            for i in (first, first + 4):
-                a = [bits[r][k] for k in (i, i + 2) for r in (0, 1)]
-                sums = tensor_cores.multiply_bytes(a, [q[digit][i], q[digit][i + 2]], sums, False, highest)
+        for i in (first, first + 4):
+            a = [bits[r][k] for k in (i, i + 2) for r in (0, 1)]
+            sums = tensor_cores.multiply_bytes(a, [integers[i], integers[i + 2]], sums, False, signed)
         return sums
 
-    even = product([integer(0)] * 4, 0)
-    if len(q) > 1:
-        return [real(e * 2 + o) for e, o in zip(even, product([integer(0)] * 4, 1), strict=True)]
-    # Sums below 2^22 are the last bits of a float: no conversion, which would run at a quarter of the speed.
-    return [as_real(v) - MAGIC for v in product([v * 2 + MAGIC_WORD for v in even], 1)]
+    out = []
+    for digit, integers in enumerate(q):
+        product_of = functools.partial(product, integers, digit == len(q) - 1)
+        even = product_of([integer(FIRST // 2)] * 4, 0)
+        out.append([as_real(v) for v in product_of([v + v for v in even], 1)])
+    return out
 
 
 def bits_as_bytes(word) -> list:

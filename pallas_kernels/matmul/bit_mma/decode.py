@@ -16,6 +16,7 @@ from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import epilogue, stacks
 from pallas_kernels.matmul.bit_mma.product import GROUP, Product
 from pallas_kernels.matmul.bit_mma.quantize_rows import Quantized
+from pallas_kernels.matmul.prefill import in_order
 from pallas_kernels.tiles import TILE_ROWS
 
 
@@ -67,7 +68,7 @@ class Decode(abc.ABC):
         if residual is not None:
             residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
-        layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
+        layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.bits(len(x))
         y = bit_decode(
             x, matrices, layers, gamma, residual, kernel=cls, n=n, eps=eps, bits=bits,
             activation=activation if len(weights) == 2 else SILU,  # one matrix: any is the same program
@@ -75,7 +76,9 @@ class Decode(abc.ABC):
         return y.reshape(*lead, n)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "n", "eps", "bits", "activation", "rows", "normed"))
+@functools.partial(
+    jax.jit, static_argnames=("kernel", "n", "eps", "bits", "activation", "rows", "normed", "summed")
+)
 def bit_decode(
     x: jax.Array | Quantized,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -90,6 +93,7 @@ def bit_decode(
     activation: Activation = SILU,
     rows: int | None = None,
     normed: bool = False,
+    summed: bool = True,
 ) -> jax.Array:
     """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
@@ -101,7 +105,8 @@ def bit_decode(
     n         N, rows of each matrix; its tiles may have more
     bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
     normed    of Quantized: whether they are gamma x, and 1 / rms(x) is still to come
-    Returns float32 [rows, N].
+    summed    False: blocks may have parts of the columns, and their sums are returned one by one
+    Returns float32 [rows, N]; not summed, [splits, rows, N].
     """
     if isinstance(x, Quantized):
         assert rows is not None
@@ -118,18 +123,22 @@ def bit_decode(
             f"{kernel.name} is not for {rows} rows of {columns} activations of {bits} bits times "
             f"{len(weights)} matrices of {16 * n_tiles} rows; leave the choice to selection.py"
         )
-    return launch(
+    splits = plan.product.splits
+    y = launch(
         plan.block,
         {
-            "weights_gmem": weights, "layers_gmem": layers, "residual_gmem": residual,
-            **plan.operands(x, gamma, layers),
+            "weights_gmem": weights, "layers_gmem": layers,
+            "residual_gmem": residual if splits == 1 else None, **plan.operands(x, gamma, layers),
         },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, n), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((splits, rows, n), jnp.float32)},
         name=kernel.name,
-        blocks=-(-n_tiles // plan.tiles),
+        blocks=splits * -(-n_tiles // plan.tiles),
         threads=32 * plan.product.warps,
         scratch=plan.scratch,
     )  # fmt: skip
+    if not summed:
+        return y
+    return in_order(y, None if residual is None or splits == 1 else residual[:, :n])
 
 
 class RegisterBlock:
@@ -138,9 +147,12 @@ class RegisterBlock:
     def __init__(self, product: Product, weights_gmem, layers_gmem, residual_gmem, out_gmem):
         self.product, self.weights_gmem = product, weights_gmem
         self.residual_gmem, self.out_gmem = residual_gmem, out_gmem
-        self.me = product.lane_columns()
+        self.me, block, self.split = product.lane_columns(), lanes.block(), 0
+        if product.splits > 1:
+            block, self.split = block // product.splits, block % product.splits
+            self.me = self.me.shifted(self.split * product.pairs)
         self.layer = index(memory.load(layers_gmem, 0))
-        self.first_tile = lanes.block() * product.tiles
+        self.first_tile = block * product.tiles
 
     def round_tiles(self, first) -> list:
         """The matrix's tiles in the round that begins at this block's tile `first`; the last one again in
@@ -176,6 +188,6 @@ class RegisterBlock:
         """After a block barrier: sums to outputs."""
 
         def store(i, x_row, n, y):
-            epilogue.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)
+            epilogue.store(y + added[i] if added else y, self.out_gmem, self.split, x_row + row, n)
 
         self.product.finish(sums_smem, outputs, store)

@@ -217,7 +217,7 @@ class _Block:
     def store(self, k, row, n, y):
         if self.residual is not None:
             y = y + memory.load(self.residual, row, n)
-        epilogue.store(y, self.out, row, n)
+        epilogue.store(y, self.out, 0, row, n)
 
 
 run = Ring.run

@@ -38,7 +38,10 @@ from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 # Warps of a block, and blocks of a multiprocessor at once: as many as there are registers for. The first of
 # those with the fewest idle warps is taken.
 SIZES_OF_BLOCKS, FEWEST_WARPS = ((12, 1), (8, 1), (4, 2), (4, 1)), 8
-LOADS_OF_ROUND = 9  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
+MOST_SPLITS = 4  # of the columns
+# By bits, tiles times pairs of a warp: as many 16-byte loads a lane has in flight. The sums of 16 bits leave
+# fewer registers.
+LOADS_OF_ROUND = {8: 9, 16: 8}
 DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
 STATISTIC_BYTES = 8 * MMA_COLUMNS  # two float32 of each of 8 rows
 
@@ -57,25 +60,31 @@ class Rounds(Decode):
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
         """With the fewest idle warps, of those that keep FEWEST_WARPS or more on a multiprocessor, in one
-        block or in several; None if integers and sums do not fit into shared memory."""
+        block or in several. Where integers and sums do not fit into shared memory, a block of one matrix has
+        a part of the columns. None if they never fit."""
 
-        def planned(warps: int, at_once: int) -> Self | None:
-            tiles = -(-n_tiles // (at_once * device.multiprocessors()))
-            most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
+        def planned(warps: int, at_once: int, splits: int) -> Self | None:
+            tiles = -(-n_tiles // (at_once * device.multiprocessors() // splits))
+            most = max(1, min(tiles, LOADS_OF_ROUND[bits] // (matrices * -(-pairs // splits // warps))))
             product = ByteProduct(
-                rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-                round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
+                rows=rows, columns=columns // splits, n_tiles=n_tiles, pairs=pairs // splits, warps=warps,
+                tiles=tiles, splits=splits, round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices,
+                bits=bits, **rest,
             )  # fmt: skip
             plan = cls(product)
             taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
             return plan if taken <= shared_memory.bytes_of_block(device.shared_bytes(), at_once) else None
 
-        def idle(warps_and_at_once: tuple[int, int]) -> tuple[bool, int]:
-            warps, at_once = warps_and_at_once
-            return warps * at_once < FEWEST_WARPS, -(-pairs // warps) * warps
+        def idle(splits: int, warps: int, at_once: int) -> tuple[bool, int]:
+            return warps * at_once < FEWEST_WARPS, -(-pairs // splits // warps) * warps
 
-        plans = (planned(*sizes) for sizes in sorted(SIZES_OF_BLOCKS, key=idle))
-        return next(filter(None, plans), None)
+        for splits in range(1, 2 if matrices > 1 else MOST_SPLITS + 1):
+            if splits > 1 and columns % (splits * TILE_COLUMNS):
+                continue
+            sizes = sorted(SIZES_OF_BLOCKS, key=lambda size, splits=splits: idle(splits, *size))
+            if plan := next(filter(None, (planned(*size, splits) for size in sizes)), None):
+                return plan
+        return None
 
     @property
     def _words(self) -> dict[str, int]:
@@ -96,7 +105,7 @@ class Rounds(Decode):
     def operands(self, x, gamma, layers):
         if isinstance(x, Quantized):
             return {"quantized_gmem": x}
-        padding = ((0, 0), (0, self.product.pairs * TILE_COLUMNS - x.shape[1]))
+        padding = ((0, 0), (0, self.product.splits * self.product.pairs * TILE_COLUMNS - x.shape[1]))
         gamma = None if gamma is None else jnp.pad(gamma, padding)
         quantized, *_ = quantize_rows.quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)
         return {"quantized_gmem": quantized}
@@ -109,7 +118,7 @@ class Rounds(Decode):
         p, me = self.product, block.me
         count = minimum(p.n_tiles - block.first_tile, p.tiles)
         loaded = block.load_round(block.round_tiles(index(0)))
-        x = SharedRows(p, me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
+        x = SharedRows(p, me, block.split, quantized_gmem, integers_smem, statistics_smem, sums_smem)
 
         def one_round(first, loaded):
             following = loaded
@@ -131,9 +140,10 @@ class SharedRows:
     has those that are in registers)."""
 
     def __init__(
-        self, p: ByteProduct, me: LaneColumns, quantized_gmem, integers_smem, statistics_smem, sums_smem
-    ):
-        """Copy them, and wait."""
+        self, p: ByteProduct, me: LaneColumns, split, quantized_gmem, integers_smem, statistics_smem,
+        sums_smem,
+    ):  # fmt: skip
+        """Copy those of a split, and wait; of what is normed, squares of all."""
         q_gmem, statistics_gmem, squares_gmem = quantized_gmem
         first_group, self.digits, squares = me.warp * (2 * p.per_warp), p.bits // 8, real(0)
         self.group_bytes = self.digits * DIGIT_BYTES
@@ -149,8 +159,9 @@ class SharedRows:
             memory.store_shared(
                 [as_word(statistic)], self.at + integer(me.lane % 16 * 4), k * STATISTIC_BYTES
             )
-            if p.normed:
-                squares = fma(memory.load(squares_gmem, group, me.g), me.count[p_h], squares)
+            for part in range(p.splits if p.normed else 0):
+                at = group if p.splits == 1 else group + (index(part) - split) * (2 * p.pairs)
+                squares = fma(memory.load(squares_gmem, at, me.g), me.count[p_h], squares)
         memory.commit_copies()
         if p.normed:
             with lanes.when(me.g < p.rows):
@@ -165,7 +176,7 @@ class SharedRows:
         words = [word for half in halves for word in memory.load_shared(4, self.q, half)]
         return [words[8 * digit :][:8] for digit in range(self.digits)]
 
-    def statistics(self, me: LaneColumns, p: int, h: int) -> list:
+    def coefficients(self, me: LaneColumns, p: int, h: int) -> list:
         words = memory.load_shared(4, self.at + integer(me.t * 16), (2 * p + h) * STATISTIC_BYTES)
         return [as_real(word) for word in words]
 
@@ -190,23 +201,24 @@ def prologue(
     x: jax.Array | Parts, weights: Sequence[QTensor], layer, gamma: jax.Array | None, eps: float, rows: int,
     beside: jax.Array | None = None,
 ) -> list[Any]:  # fmt: skip
-    """x, or rms_norm(x; gamma[layer], eps), in 8 bits: Rounded. Behind it, of Parts their sum, and with
-    `beside` the products of gamma x and the rows of beside[layer], group by group (quantize_rows). Columns
-    are whole pairs of groups."""
+    """x, or rms_norm(x; gamma[layer], eps), to the bits of the weights' products: Rounded. Behind it, of
+    Parts their sum, and with `beside` the products of gamma x and the rows of beside[layer], group by group
+    (quantize_rows). Columns are whole pairs of groups."""
     gamma, index = stacks.whole(*stacks.gamma_stack(gamma, layer))
     layers = jnp.stack([jnp.int32(0), index, jnp.int32(-1)])
-    quantized, x, products = quantize_rows.quantize_rows(x, layers, gamma, 8, beside, rows)
+    bits = weights[0].products.bits(rows)
+    quantized, x, products = quantize_rows.quantize_rows(x, layers, gamma, bits, beside, rows)
     rounded = Rounded(quantized, rows, gamma is not None, eps)
     return [rounded, *(array for array in (x, products) if array is not None)]
 
 
 def gemm(x: Rounded, weights: Sequence[QTensor], part_layer, activation: Activation = SILU) -> jax.Array:
-    """x W.T for one matrix, activation(x G.T, x U.T) for two: float32 [1, rows, N], as prefill_sm90's parts
-    of sums."""
+    """x W.T for one matrix, activation(x G.T, x U.T) for two: float32 [splits, rows, N], as prefill_sm90's
+    parts of sums."""
     matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     matrices, part = stacks.whole(matrices, part_layer)
     return decode.bit_decode(
         x.quantized, matrices, jnp.stack([part, jnp.int32(0), jnp.int32(-1)]), kernel=Rounds,
-        n=weights[0].shape[0], eps=x.eps, activation=activation if len(weights) == 2 else SILU, rows=x.rows,
-        normed=x.normed,
-    )[None]  # fmt: skip
+        n=weights[0].shape[0], eps=x.eps, bits=8 * x.quantized.q.shape[1],
+        activation=activation if len(weights) == 2 else SILU, rows=x.rows, normed=x.normed, summed=False,
+    )  # fmt: skip

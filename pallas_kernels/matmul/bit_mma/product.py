@@ -82,6 +82,11 @@ class LaneColumns(NamedTuple):
     x_group: dict
     count: dict
 
+    def shifted(self, pairs) -> "LaneColumns":
+        """So many pairs further on, where weights and what quantize_rows makes have them."""
+        scale_group = {at: group + pairs * 2 for at, group in self.scale_group.items()}
+        return self._replace(pair=[pair + pairs for pair in self.pair], scale_group=scale_group)
+
 
 @dataclasses.dataclass(frozen=True)
 class Product(abc.ABC):
@@ -298,7 +303,7 @@ class Product(abc.ABC):
             return None
         row = row if self.digits == 1 else row * self.digits
         squares = self._over_warps(scratch_smem, row * self.busy + self.sums, 1)
-        return epilogue.inverse_rms(squares, self.columns, self.eps)
+        return epilogue.inverse_rms(squares, self.splits * self.columns, self.eps)
 
     def _over_warps(self, scratch_smem, at, stride: int):
         return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import fma, index, integer, minimum, real, select, sum_of_squares, total
-from pallas_kernels.matmul.bit_mma.byte_product import UNIT
+from pallas_kernels.matmul.bit_mma.byte_product import coefficients
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.matmul.quantize_activations import (
@@ -41,7 +41,8 @@ class Quantized(NamedTuple):
 
     q        int32 [K / 128, bits / 8, 2, 32, 4]: for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
              columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first
-    scales   float32 [K / 128, 8, 2]: s / 64 and -s sum q of each row; rows that are not there have 0
+    scales   float32 [K / 128, 8, 2]: each row's coefficients (byte_product.py); rows that are not there have
+             0
     squares  float32 [K / 128, 8]: sum of x^2, without gamma
     """
 
@@ -176,8 +177,8 @@ def _store_quantized(x, scaled, row, part, rows, bits, group, q_gmem, scales_gme
     with lanes.when(part == 0):
         scale = select(row < rows, largest * (1 / top), 0.0)
         at = [index(group), index(row)]
-        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
-        memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
+        for i, value in enumerate(coefficients(scale, real(sum_of_q))):
+            memory.store(value, scales_gmem, *at, i)
         memory.store(squares, squares_gmem, *at)
 
 
@@ -229,8 +230,8 @@ def store_group(x: list, row, group, rows: int, q_gmem, scales_gmem, squares_gme
     memory.store(word, q_gmem, group, 0, lane % 8 // 4, integer(row) * 4 + lane // 8, lane % 4)
     with lanes.when(lane == 0):
         scale = largest * (1 / top)
-        memory.store(scale * (2 / UNIT), scales_gmem, group, row, 0)
-        memory.store(-(scale * real(sum_of_q)), scales_gmem, group, row, 1)
+        for i, value in enumerate(coefficients(scale, real(sum_of_q))):
+            memory.store(value, scales_gmem, group, row, i)
         with lanes.when(integer(row) == 0):
             for other in range(rows, MMA_COLUMNS):
                 for i in (0, 1):
