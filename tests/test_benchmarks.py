@@ -504,11 +504,21 @@ def test_a_servers_process_is_measured_beside_llama_cpps():
 
 
 def test_rounded_scales_and_activations_have_an_error_in_the_story_model():
-    """Of activations the larger one, the larger the more columns share a scale; of scales a smaller one."""
-    made = main("scale_rounding", TEXTS=4, TOKENS=12, COLUMNS=(None, 32, 256))
-    rows = [line.strip("| ").split(" | ") for line in made.splitlines() if line.startswith("| ")][1:]
-    exact, of_32, of_256 = ([float(cell.split(" +- ")[0]) for cell in cells] for _, *cells in rows)
+    """Of activations the larger one, the larger the more columns share a scale, but for 16 bits of what down
+    reads; of scales a smaller one. Steps of a CPU have 32 columns, and better scales."""
+    rounding = module("scale_rounding").Rounding
+    used = (rounding(None), rounding(32), rounding(256), rounding(256, 16))
+    rows = table(main("scale_rounding", TEXTS=4, TOKENS=12, ROUNDINGS=used))
+    exact, of_32, of_256, of_down = ([float(cell.split(" +- ")[0]) for cell in cells] for _, *cells in rows)
     assert exact[0] == 0 < exact[1] < of_32[0] < of_256[0] < 1e-2 and of_32[0] != of_32[1]
+    assert 0 < of_down[0] < of_256[0]
+    rows = table(main("scale_rounding", "--steps", "1,4", TEXTS=4, TOKENS=12))
+    assert [row for row, *_ in rows] == ["1", "4"] and all(0.1 < float(ratio) < 2 for *_, ratio in rows)
+
+
+def table(printed: str) -> list[list[str]]:
+    """Cells of a table's rows, without its head."""
+    return [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")][1:]
 
 
 def test_scales_are_rounded_to_7_bits_of_the_largest_of_four():

@@ -4,7 +4,7 @@ blocks of weights, and dot products."""
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from llvmlite import ir
@@ -151,7 +151,7 @@ class Writer:
         """One of a call's numbers."""
         return ffi.argument(frame, NUMBERS).at(4 * i).load(kind)
 
-    def activations(self, frame: Value, m: Value, record: Callable[[Value], Value]) -> None:
+    def activations(self, frame: Value, m: Value, record: Callable[[Value], Any]) -> None:
         """Write row m of x, normed, into the workspace: chunk c to the address record(c)."""
         kernel, v = self.kernel, self.v
         k = ffi.size(frame, X, 1)
@@ -202,14 +202,14 @@ class Writer:
         mean = total.value.sum() / k.float() + eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
-    def write_integers(self, values: Value, record: Value) -> None:
+    def write_integers(self, values: Value, record: Any) -> None:
         """Write a chunk of activations as integers (rounding.py), with their scale, and sums if the format
         needs them."""
         v, kernel = self.v, self.kernel
         rounded = rounding.rounded(values.take(rounding.order(v)), v)
 
         def write(name: str, value: Value) -> None:
-            record.at(kernel.record[name]).store(value)
+            self.write(record, name, value)
 
         write("x", rounded.q.take(np.argsort(rounding.order(v))[kernel.places]))
         write("scale", rounded.scale)
@@ -220,8 +220,12 @@ class Writer:
         if v.zero:
             write("zeros", rounded.sums * -v.zero)
 
-    def write_floats(self, values: Value, record: Value) -> None:
-        record.at(self.kernel.record["x"]).store(values.take(self.kernel.places))
+    def write_floats(self, values: Value, record: Any) -> None:
+        self.write(record, "x", values.take(self.kernel.places))
+
+    def write(self, record: Any, name: str, value: Value) -> None:
+        """Write one of Kernel.sizes."""
+        record.at(self.kernel.record[name]).store(value)
 
     def places(self, frame: Value, matrix: int, row: Value, n: Value) -> dict[str, Value]:
         """The address of a row of weights in each field."""

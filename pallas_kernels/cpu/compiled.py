@@ -5,6 +5,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -69,8 +70,19 @@ def _sources() -> tuple[str, ...]:
 
 @functools.cache
 def processor() -> tuple[str, str]:
-    """LLVM's name of this processor, and its features."""
-    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+    """LLVM's name of this processor, and its features, without those that the system withholds."""
+    features = llvm.get_host_cpu_features().flatten()
+    if "+amx-int8" in features and not _tiles_permitted():
+        features = features.replace("+amx", "-amx")
+    return llvm.get_host_cpu_name(), features
+
+
+def _tiles_permitted() -> bool:
+    """Ask Linux for the registers of x86's matrix unit (AMX), which a process must do before it uses them."""
+    if not sys.platform.startswith("linux"):
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18  # ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def has(feature: str) -> bool:

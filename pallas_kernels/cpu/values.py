@@ -205,7 +205,7 @@ class Value:
 
     def rows_of(self, table: np.ndarray) -> "Value":
         """Of a table of bytes [n, 4] or [n, 8] the rows with these numbers, one after the other."""
-        row, place = ir.IntType(8 * table.shape[1]), _table(self.b, table)
+        row, place = ir.IntType(8 * table.shape[1]), address_of(self.b, table)
         rows = self._made(ir.Constant(vector(row, self.count), ir.Undefined))
         for i in range(self.count):
             at = place.at(self[i].unsigned(I64) * table.shape[1])
@@ -321,7 +321,7 @@ def _vector(element: Type, values: tuple[int, ...]) -> ir.Constant:
     return ir.Constant(vector(element, len(values)), [ir.Constant(element, v) for v in values])
 
 
-def _table(b: Builder, table: np.ndarray) -> Value:
+def address_of(b: Builder, table: np.ndarray) -> Value:
     """The address of constant bytes, which a module has once."""
     contents = bytearray(np.ascontiguousarray(table, np.uint8).tobytes())
     name = f"table_{zlib.crc32(contents):08x}"
