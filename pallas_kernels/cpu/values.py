@@ -380,7 +380,7 @@ class Variable:
 
 
 @contextlib.contextmanager
-def loop(start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
+def loop(start: Value, stop: Value, step: Value | int = 1) -> Iterator[Value]:
     """for i in range(start, stop, step)"""
     b = start.b
     i = Variable(start)
