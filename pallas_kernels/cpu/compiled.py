@@ -27,7 +27,8 @@ def cache_path(name: str, what: str) -> Path | None:
     enabled = jax.config.jax_enable_compilation_cache
     if not folder or not enabled or "://" in folder:
         return None
-    key = hashlib.sha256("\n".join((name, what, *_sources(), *processor())).encode()).hexdigest()
+    parts = name, what, *_sources(), *processor(), str(second_cache())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()
     return Path(folder) / f"cpu-{key}.o"
 
 
@@ -75,6 +76,16 @@ def processor() -> tuple[str, str]:
     if "+amx-int8" in features and not _tiles_permitted():
         features = features.replace("+amx", "-amx")
     return llvm.get_host_cpu_name(), features
+
+
+@functools.cache
+def second_cache() -> int:
+    """Bytes of a core's second cache, as Linux has it ("2048K"); 1 MiB where the system does not say."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(size.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 2**20
 
 
 def _tiles_permitted() -> bool:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu import activations, ffi, matrix_unit
+from pallas_kernels.cpu import activations, compiled, ffi, matrix_unit
 from pallas_kernels.cpu.activations import DWORDS, WEIGHTS, X, dot, scaled, share
 from pallas_kernels.cpu.values import (
     F32,
@@ -44,8 +44,7 @@ from pallas_kernels.cpu.vectors import PIECE, Load
 TILE = 4  # rows of activations, by vectors
 # For the matrix unit: of a group or share at least, and fewer rows of activations than are left to vectors.
 LEAST_UNITS, ROWS_BY_VECTORS = 8, 8
-# Panels that a thread makes at a time, which share its second cache with a tile.
-PANELS_BYTES, MOST_PANELS = 2**20, 4
+MOST_PANELS = 4  # that a thread makes at a time, and as many as half of its second cache has room for
 VECTORS = 2  # of 16 rows of weights, in a panel
 UNROLLED = 8
 UNROLLED_ROWS = 4
@@ -187,7 +186,8 @@ class _Writer(activations.Writer):
         with when(first.compared("<", last)):
             chunks = self._chunks_of(frame)
             size = chunks * self.kernel.chunk["end"]
-            count = (constant(frame.b, I64, PANELS_BYTES) / size).at_most(MOST_PANELS).at_least(1)
+            room = constant(frame.b, I64, compiled.second_cache() // 2)
+            count = (room / size).at_most(MOST_PANELS).at_least(1)
             panels, memory = ffi.allocated(count * size + chunks * (self.kernel.unpacked * DWORDS * PIECE))
             unpacked, step = panels.at(count * size), count * height
             with loop(first, last, step) as begin:
