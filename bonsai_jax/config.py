@@ -271,7 +271,8 @@ class RunConfig:
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (memory.explain_weights)
     activation_bits  8 or 16, to which kernels may round activations, per group of 16 to 128; 16 is nearly
-                 exact. The reference rounds nothing
+                 exact. The reference rounds nothing. On a GPU, what down reads of weights in Q1_0 always has
+                 16 in products of up to 8 rows (docs/accuracy.md)
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each
                  other's memory (pallas_kernels/all_reduce.py), or "psum", which is NCCL's on GPUs;
                  "auto": by mailbox where all devices reach each other's memory
