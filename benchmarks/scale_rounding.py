@@ -10,8 +10,8 @@ output matrix reads, which is in Q8_0, has groups of 32 everywhere. Prints
 KL(exact || rounded) in nats, the mean over the tokens of texts that the model wrote, and its standard error
 over texts. `down 16` stands for 16 bits of what down reads, as steps of up to 8 rows have it.
 
-With --steps it prints the same of decode steps through this device's own kernels, of so many rows, and how
-many times that is of 32 columns with exact scales, which llama.cpp has.
+With --steps it prints the same of decode steps through this device's own kernels, for each number of rows,
+and its ratio to that of 32 columns with exact scales, which llama.cpp has.
 """
 
 import argparse

@@ -509,9 +509,9 @@ def test_rounded_scales_and_activations_have_an_error_in_the_story_model():
     rounding = module("scale_rounding").Rounding
     used = (rounding(None), rounding(32), rounding(256), rounding(256, 16))
     rows = table(main("scale_rounding", TEXTS=4, TOKENS=12, ROUNDINGS=used))
-    exact, of_32, of_256, of_down = ([float(cell.split(" +- ")[0]) for cell in cells] for _, *cells in rows)
+    exact, of_32, of_256, down_16 = ([float(cell.split(" +- ")[0]) for cell in cells] for _, *cells in rows)
     assert exact[0] == 0 < exact[1] < of_32[0] < of_256[0] < 1e-2 and of_32[0] != of_32[1]
-    assert 0 < of_down[0] < of_256[0]
+    assert 0 < down_16[0] < of_256[0]
     rows = table(main("scale_rounding", "--steps", "1,4", TEXTS=4, TOKENS=12))
     assert [row for row, *_ in rows] == ["1", "4"] and all(0.1 < float(ratio) < 2 for *_, ratio in rows)
 

@@ -51,8 +51,8 @@ def clear(b: Builder) -> None:
 
 
 def multiply(x: Value, stride: int, weights: tuple[Value, Value], weights_stride: int) -> None:
-    """Add products to both sums: of the first operand at an address, whose rows are so many bytes apart, with
-    two second ones."""
+    """Add products to both sums: of the first operand at an address, whose rows are `stride` bytes apart,
+    with two second ones."""
     b = x.b
     _load(FIRST, x, stride)
     for sums, tile, place in zip(SUMS, SECOND, weights, strict=True):

@@ -42,8 +42,8 @@ from pallas_kernels.cpu.values import (
 from pallas_kernels.cpu.vectors import PIECE, Load
 
 TILE = 4  # rows of activations, by vectors
-# Where there is a matrix unit: it multiplies if a group, or a share of one, has so many units, and leaves up
-# to so many rows of activations to vectors.
+# Where there is a matrix unit: units of a group, or of a share of one, from which on it multiplies; and the
+# most rows of activations behind its last tile that vectors multiply.
 LEAST_UNITS, ROWS_BY_VECTORS = 8, 8
 MOST_PANELS = 4  # that a thread makes at a time, and as many as half of its second cache has room for
 VECTORS = 2  # of 16 rows of weights, in a panel

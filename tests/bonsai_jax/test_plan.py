@@ -15,6 +15,7 @@ from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.records import LoadPlan
 from checkpoints import Checkpoint, open_checkpoint
 from pallas_kernels import device, formats, selection
+from pallas_kernels.precision import few_rows_bits
 from pallas_kernels.qtensor import leaves
 from pallas_kernels.step import decode_layers
 
@@ -99,6 +100,33 @@ def test_several_rows_of_2_to_8_bits_round_for_each_other(source, monkeypatch):
     assert schedules(activation_bits=16) == ["one_launch", *["launches"] * 4]
     named = schedules(schedule="int_launches")
     assert named == ["launches", *["int_launches"] * 2, *["launches"] * 2]
+
+
+@pytest.mark.parametrize(
+    ("source", "platform", "bits", "few", "many"),
+    [
+        ("synth:bonsai-8b:q1_0", "sm_90", 8, 16, 8),
+        ("synth:bonsai-27b:q1_0", "sm_90", 8, 16, 8),
+        ("synth:bonsai-8b:q1_0", "sm_80", 8, 16, 8),
+        ("synth:bonsai-8b:q1_0", "sm_90", 16, 16, 16),
+        ("synth:bonsai-8b:q4_k_m", "sm_90", 8, 8, 8),
+    ],
+)
+def test_what_down_reads_has_16_bits_in_few_rows_of_1_bit_weights(
+    source, platform, bits, few, many, monkeypatch
+):
+    assert few_rows_bits("cpu", "q1_0", 8) == 8
+    plan = planned(source, monkeypatch, platform, activation_bits=bits)
+    for stack in plan.stacks:
+        for piece in stack.pieces if stack.kind else ():
+            products = piece.matrix.products
+            (field, *_) = piece.matrix.fields
+            want = (few, many) if field == "down" else (bits, bits)
+            assert (products.bits(1), products.bits(8), products.bits(9)) == (want[0], *want), field
+    step = step_problem(plan)
+    assert step.bits == bits
+    for rows, want in ((8, few), (9, many)):
+        assert dataclasses.replace(step, rows=rows).bits_of_down == want
 
 
 def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):

@@ -308,12 +308,12 @@ def products_between(
     formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
-    of_down = few_rows_bits(device.platform(), down, bits)
+    down_bits = few_rows_bits(device.platform(), down, bits)
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
     integers = rows == 1 and bits == 8 and not folded and formats.family(o) == "int"
     rounded = integers and not post_norms, integers, False
     f = functools.partial(
-        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=(bits, bits, of_down, bits),
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=(bits, bits, down_bits, bits),
         rounded=rounded, activation=activation,
     )  # fmt: skip
     number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
