@@ -213,8 +213,8 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, tokens, state_
         assert np.isfinite(before).all()
         errors += list(np.linalg.norm(after - before, axis=(1, 2)) / np.linalg.norm(before, axis=(1, 2)))
     # An activation that lies close to the middle of two integers may go to the other. Which does, if any,
-    # depends on the CPU's order of sums, and on what products of bytes subtract, which is rounded to 3e-6 of a
-    # product (byte_product.py): subtracted exactly, it is one row of these at most. Later tokens follow it.
+    # depends on the CPU's order of sums, and on what products of bytes subtract, rounded to 3e-6 of a product
+    # (byte_product.py). Were it exact, one row of these would differ at most. Later tokens follow it.
     assert np.median(errors) < 1e-5 and np.mean(np.array(errors) >= 1e-5) <= 0.25 and max(errors) < 1e-2
 
 
