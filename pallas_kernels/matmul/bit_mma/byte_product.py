@@ -164,7 +164,7 @@ class ByteProduct(Product):
                     d = lanes.halves(scales(m, u, p, h))
                     for i, r, c in itertools.product(range(len(x)), (0, 1), (0, 1)):
                         factor, product = factors[i][2 * c : 2 * c + 2]
-                        for digit, digit_sums in enumerate(sums[i]):
+                        for digit, digit_sums in reversed([*enumerate(sums[i])]):  # so that none is spilled
                             F = digit_sums[2 * r + c]
                             power = factor * 256.0**digit if digit else factor
                             product = fma(F - as_real(integer(FIRST)) if digit else F, power, product)
