@@ -93,7 +93,7 @@ class Shapes:
         return self.rows > 1
 
     def _digits(self, bits: int) -> int:
-        """Of 8 bits each, in which activations of so many bits are passed on."""
+        """How many digits of 8 bits an activation is passed on in."""
         return bits // 8 if self.passes_on else 1
 
     def products(self) -> dict[Phase, Product]:

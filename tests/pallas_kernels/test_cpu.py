@@ -152,6 +152,16 @@ def test_activations_are_rounded_in_groups_of_at_most_32(format, rows):
     assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 2e-2
 
 
+@pytest.mark.parametrize("format", ["q4_k", "q1_0", "q6_k"])
+def test_rows_have_their_bits_whatever_panels_and_tiles_they_share(format):
+    """13 panels. With a matrix unit, 37 rows are two of its tiles and 5 rows by vectors, 45 are three."""
+    w, _ = weights(format, 3, 400, 1280)
+    for count in (37, 45):
+        x = np.random.default_rng(count).standard_normal((count, 1280)).astype(np.float32)
+        few = [matmul(x[i : i + 5], w) for i in range(0, count, 5)]
+        np.testing.assert_array_equal(matmul(x, w), np.concatenate(few))
+
+
 @pytest.mark.parametrize("rows", [2, 6, 7, 33])
 @pytest.mark.parametrize(
     ("format", "bits"), [("q4_k", 8), ("q4_1", 8), ("q1_0", 8), ("q6_k", 16), ("f16", 8)]

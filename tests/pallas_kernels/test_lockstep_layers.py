@@ -93,7 +93,7 @@ CASES += [
     (2, 640, 896, 4, 2, 16, [5, 9, 130, 20, -1, 2, 3, 4], 16, True, True, False, "float32"),
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 16, False, True, False, "float16"),
 ]
-# 8 bits, but 16 of what down reads, as up to two rows have by default
+# 8 bits, but 16 for the inputs of down, as steps of up to eight rows have by default
 CASES += [
     (3, 256, 640, 4, 2, 8, [300], (8, 16), True, True, False, "float16"),
     (2, 384, 384, 4, 4, 40, [20, -1], (8, 16), False, True, False, "int8"),

@@ -143,7 +143,7 @@ class SharedRows:
         self, p: ByteProduct, me: LaneColumns, split, quantized_gmem, integers_smem, statistics_smem,
         sums_smem,
     ):  # fmt: skip
-        """Copy those of a split, and wait; of what is normed, squares of all."""
+        """Copy the integers of a split, and wait. Sums of squares, for a norm, are those of all splits."""
         q_gmem, statistics_gmem, squares_gmem = quantized_gmem
         first_group, self.digits, squares = me.warp * (2 * p.per_warp), p.bits // 8, real(0)
         self.group_bytes = self.digits * DIGIT_BYTES
