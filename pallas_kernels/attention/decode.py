@@ -17,7 +17,7 @@ one launch with the products.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +31,13 @@ from pallas_kernels.attention.decode_cache import (
     Share,
     stored_key,
     stored_keys,
+    team_owner,
     team_warp,
 )
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
 from pallas_kernels.attention.decode_splits import combine
+from pallas_kernels.attention.decode_token import LaneHead, lane_heads
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
@@ -168,12 +170,14 @@ def _body(
         return first, first ^ (first + size) if slots == 2 else None
 
     cache = Cache(layout, pages, table, positions, rotation, gammas, sinks)
-    layer = index(memory.load(layer, 0))
+    # All that is loaded without knowing anything else, then what takes one of these to know where it is.
+    look, layer = phase.look(cache), index(memory.load(layer, 0))
+    loaded = phase.load_new(cache, layer, load_qkv)
     # The layer before had another tag, and before the first there are zeros.
     exchange = Exchange(workspace, 0, integer(tag(layer)))
     phase.run(
-        cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
-        pass_on=pass_on if len(out) > 1 else None, slots=slots_of if size else None,
+        cache, phase.keep(cache, look), layer, scratch_smem, load_qkv, store_out, exchange,
+        pass_on=pass_on if len(out) > 1 else None, slots=slots_of if size else None, loaded=loaded,
     )  # fmt: skip
 
 
@@ -198,14 +202,35 @@ def load_joined(refs, row, first, i: int) -> list:
     return values
 
 
+class Look(NamedTuple):
+    """What a team loads before anything else.
+
+    position  of the new token, or -1
+    likely    for each of two visits (the number of its page, the page), should the row be that long; (None,
+              None) where splits or a window leave it open
+    """
+
+    position: Any
+    likely: list[tuple[Any, Any]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Attention(Plan):
     """The phase. Its methods are called while a kernel is traced."""
 
-    def keep(self, cache: Cache) -> Bounds:
+    def look(self, cache: Cache) -> Look:
+        """The loads that `keep` begins with."""
+        _, row, *_ = team_owner(self)
+        position, likely = memory.load(cache.positions, row), [(None, None)] * 2
+        if self.splits == 1 and self.scores.window is None:
+            numbers = [minimum(first // self.page_size, self.pages - 1) for first in self._visits()]
+            likely = [(number, memory.load(cache.table, row, number)) for number in numbers]
+        return Look(position, likely)
+
+    def keep(self, cache: Cache, look: Look | None = None) -> Bounds:
         """Before the first layer."""
-        _, row, _, split = self._owner()
-        position = memory.load(cache.positions, row)
+        position, likely = self.look(cache) if look is None else look
+        _, row, _, split = team_owner(self)
         keys, length, splits = self._splits(position)
         # In whole 16, so that a warp's keys are of one page.
         first = self._first_key(keys)
@@ -213,14 +238,19 @@ class Attention(Plan):
         start = minimum(keys, first + split * chunk)
         stop = minimum(keys, start + chunk)
         pages, stored = [], stored_keys(self, row, length)
-        for visit in (0, 1):
-            base = stored_key(stored, start + (team_warp(self) + visit * self.team) * KEYS)
-            pages.append(memory.load(cache.table, row, base // self.page_size))
+        for at, (number, page) in zip(self._visits(), likely, strict=True):
+            own = stored_key(stored, start + at) // self.page_size
+            load = lambda own=own: [memory.load(cache.table, row, own)]  # noqa: E731
+            pages += load() if page is None else lanes.choose(own != number, load, [page])
         return Bounds(position, integer(start), integer(stop), *pages)
+
+    def _visits(self) -> list:
+        """Where this warp's first two visits begin, from its split's first key on."""
+        return [(team_warp(self) + visit * self.team) * KEYS for visit in (0, 1)]
 
     def run(
         self, cache: Cache, bounds: Bounds, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        prefetch_below=None, pass_on=None, after_keys=None, slots=None, asked=None, around=None,
+        prefetch_below=None, pass_on=None, after_keys=None, slots=None, asked=None, around=None, loaded=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -236,6 +266,7 @@ class Attention(Plan):
                     values go to registers
         asked       whether this warp's first keys have been asked for (`ask`)
         around      (share, whether it has all keys of its row) -> a context, in which outputs are stored
+        loaded      of q, k and v what `load_new` has loaded
         """
         share = self._share(bounds)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
@@ -244,13 +275,20 @@ class Attention(Plan):
                 few = true() if prefetch_below is None else share.length < prefetch_below // self.rows
                 next_layer = next_layer, few
             work = LayerShare(self, cache, share, layer)
-            warp_heads = attend(work, smem, slot, load_qkv, next_layer, asked)
+            warp_heads = attend(work, smem, slot, load_qkv, next_layer, asked, loaded)
             sink = None
             if cache.sinks is not None:
                 sink = lambda head: cache.sink(layer, share.heads * self.heads + head)  # noqa: E731
             if around is not None:
                 around = functools.partial(around, share)
             combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys, sink, around)
+
+    def load_new(self, cache: Cache, layer, load_qkv) -> list[LaneHead] | None:
+        """What a team has of new tokens' q, k and v, which nobody is making any more. To load it first makes
+        one wait of two, since where keys are is known later, and many keys are then on their way. None for a
+        warp that makes all of them, which has no registers for that."""
+        _, row, heads, _ = team_owner(self)
+        return lane_heads(self, cache, layer, row, heads, load_qkv) if self.team > 1 else None
 
     def ask(self, cache: Cache, bounds: Bounds, layer, slots, late):
         """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to
@@ -265,7 +303,7 @@ class Attention(Plan):
         active = lanes.block() < self.blocks
         if self.teams > 1:  # the first team's is enough
             return active
-        return active & (self._owner()[-1] < self._splits(bounds.position)[-1])
+        return active & (team_owner(self)[-1] < self._splits(bounds.position)[-1])
 
     @property
     def makes_groups(self) -> bool:
@@ -276,26 +314,16 @@ class Attention(Plan):
     def each_group(self, heads, use):
         """use(group), by a warp each, of the groups of 128 outputs that this block of heads makes."""
         groups = self.heads * self.head_dim // GROUP
-        for first in range(0, groups, self.team):
-            group = team_warp(self) + first
-            with lanes.when(group < groups):
-                use(heads * groups + group)
+
+        def one(group, _):
+            use(heads * groups + group)
+            return []
+
+        lanes.loop(team_warp(self), groups, self.team, [], one)
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""
         return self._splits(position)[-1] == 1
-
-    def _owner(self):
-        """(owner, row, block of query heads, split) of this team; a split that no row has, of those without a
-        share."""
-        block, row_owners = lanes.block(), self.owners // self.rows
-        owner, split = block // self.splits, block % self.splits
-        if self.teams > 1:
-            team = lanes.thread() // (32 * self.team)
-            owner = team * self.blocks + block if self.one_launch else block * self.teams + team
-            split = select(owner < self.owners, index(0), index(1))
-        owner = minimum(owner, self.owners - 1)
-        return owner, owner // row_owners, owner % row_owners, split
 
     def _splits(self, position):
         """(keys with the new one, if there is one, keys before it, splits) of a row."""
@@ -312,7 +340,7 @@ class Attention(Plan):
         return 0 if window is None else (maximum(keys, window) - window) // KEYS * KEYS
 
     def _share(self, bounds: Bounds) -> Share:
-        owner, row, heads, split = self._owner()
+        owner, row, heads, split = team_owner(self)
         words = (bounds.position, bounds.start, bounds.stop, bounds.page)
         position, start, stop, page = map(lanes.opaque, words)
         _, length, splits = self._splits(position)

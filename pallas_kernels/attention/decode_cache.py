@@ -8,7 +8,7 @@ from typing import Any
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.scores import LOG2_E
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, maximum, minimum
+from pallas_kernels.gpu.values import index, integer, maximum, minimum, select
 
 # A team: its shared memory, its warps and threads by number
 
@@ -30,6 +30,19 @@ def team_barrier(plan: Plan) -> Callable[[], None]:
     if plan.teams == 1:
         return lanes.block_barrier
     return lanes.warp_barrier if plan.team == 1 else lanes.warpgroup_barrier
+
+
+def team_owner(plan: Plan) -> tuple:
+    """(owner, row, block of query heads, split) of this team, each computed anew; a split that no row has, of
+    those without a share."""
+    block, row_owners = lanes.block(), plan.owners // plan.rows
+    owner, split = block // plan.splits, block % plan.splits
+    if plan.teams > 1:
+        team = lanes.thread() // (32 * plan.team)
+        owner = team * plan.blocks + block if plan.one_launch else block * plan.teams + team
+        split = select(owner < plan.owners, index(0), index(1))
+    owner = minimum(owner, plan.owners - 1)
+    return owner, owner // row_owners, owner % row_owners, split
 
 
 # Its keys

@@ -22,10 +22,11 @@ team:
 """
 
 import dataclasses
+import functools
 from typing import Any
 
-from pallas_kernels.attention.decode_cache import LayerShare, team_warp
-from pallas_kernels.attention.decode_plan import KEYS
+from pallas_kernels.attention.decode_cache import Cache, LayerShare, team_warp
+from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.lane_heads import PART, LaneHeads
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
@@ -39,6 +40,71 @@ from pallas_kernels.gpu.values import (
 )
 
 FIRST_WARP = 2  # that makes it, of a team: those before may have a second place for keys, and ask for these
+
+
+def first_heads(plan: Plan) -> list:
+    """Of queries, keys and values the first head of this warp, each time that it makes as many as its lanes
+    have parts of."""
+    each = 32 // (plan.head_dim // PART)
+    warp = (team_warp(plan) + max(0, plan.team - FIRST_WARP)) % plan.team
+    return [warp * each + at for at in range(0, plan.heads + 2 * plan.tokens, plan.team * each)]
+
+
+def lane_heads(plan: Plan, cache: Cache, layer, row, heads, load_qkv) -> "list[LaneHead]":
+    """What this lane loads for NewToken.make, which needs no position."""
+    return [LaneHead.load(plan, cache, layer, row, heads, first, load_qkv) for first in first_heads(plan)]
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneHead:
+    """A head of q, k or v, of which a lane has 8 neighbouring numbers.
+
+    number  among the queries, keys and values of a team; part: which 8 of its numbers
+    token   of a key or a value, among the sequence's tokens of this launch
+    read    whether there is such a token, up to the row's own
+    raw     the numbers, as q, k and v have them
+    gamma   of their norm, or None
+    angles  cosines and sines of their rotation, or None
+    """
+
+    number: Any
+    part: Any
+    token: Any
+    read: Any
+    raw: list
+    gamma: list | None
+    angles: Any
+
+    @classmethod
+    def load(cls, plan: Plan, cache: Cache, layer, row, heads, first, load_qkv) -> "LaneHead":
+        """heads: the row's block of query heads; first: of this warp, as `first_heads` has it."""
+        parts, lane = plan.head_dim // PART, lanes.thread() % 32
+        head = cls(lane // parts + first, lane % parts, index(0), true(), [], None, None)
+        is_query, qkv_row = head.is_query(plan), row
+        if plan.tokens > 1:
+            own = row % plan.tokens
+            token = (head.number - plan.heads) % plan.tokens
+            head = dataclasses.replace(head, token=token, read=token <= own)
+            qkv_row = select(head.read & ~is_query, row - own + token, row)
+        per_query = 1 + plan.gated
+        key_head = heads // (plan.group // plan.heads) + per_query * plan.group * plan.kv_heads
+        key_head = key_head + select(head.is_value(plan), index(plan.kv_heads), index(0))
+        at = select(is_query, (head.number + heads * plan.heads) * per_query, key_head)
+        column = at * plan.head_dim + head.part * PART
+        gamma = None
+        if plan.normed:
+            gamma_at = layer * plan.head_dim + head.part * PART
+            gamma = memory.load_either(PART, is_query, cache.gammas, gamma_at)
+        rotated = LaneHeads(plan.head_dim, plan.pairs, plan.interleaved)
+        angles = rotated.angles(cache.rotation, [qkv_row], head.part)
+        raw = load_qkv(qkv_row, [(column, 0), (column, 4)])  # last: it may have to be waited for
+        return dataclasses.replace(head, raw=raw, gamma=gamma, angles=angles)
+
+    def is_query(self, plan: Plan):
+        return self.number < plan.heads
+
+    def is_value(self, plan: Plan):
+        return plan.heads + plan.tokens - 1 < self.number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,48 +144,32 @@ class NewToken(LayerShare):
         """The number of the token whose key j is; of a stored key the row's own."""
         return minimum(index(j) - index(self.stored), self._number)
 
-    def make(self, load_qkv):
-        """load_qkv: (row, columns) -> list of float32, 4 from each column on (an index and a constant)."""
-        plan, each = self.plan, 32 // self.parts
-        last = plan.heads + 2 * plan.tokens
-        for first in range(0, last, plan.team * each):
-            warp = (team_warp(plan) + max(0, plan.team - FIRST_WARP)) % plan.team
-            number = warp * each + first
+    def make(self, load_qkv, loaded: "list[LaneHead] | None" = None):
+        """load_qkv: (row, columns) -> list of float32, 4 from each column on (an index and a constant).
+        loaded: `lane_heads`, if they have been loaded."""
+        plan, last = self.plan, self.plan.heads + 2 * self.plan.tokens
+        for i, first in enumerate(first_heads(plan)):
+            make = functools.partial(self._make, first, load_qkv, None if loaded is None else loaded[i])
             if plan.team == 1:
-                self._make(number, load_qkv)
+                make()
                 continue
-            with lanes.when((number < plan.heads) | (self.has_new & (number < last))):
-                self._make(number, load_qkv)
+            with lanes.when((first < plan.heads) | (self.has_new & (first < last))):
+                make()
 
-    def _make(self, first, load_qkv):
+    def _make(self, first, load_qkv, loaded: "LaneHead | None"):
         """Of heads `first` and following, as many as a warp's lanes have: queries, keys, values."""
         plan, share, layout = self.plan, self.share, self.cache.layout
-        lane = lanes.thread() % 32
-        number, part = lane // self.parts + first, lane % self.parts
-        is_query, is_value = number < plan.heads, plan.heads + plan.tokens - 1 < number
-        row, token, read = share.row, index(0), true()  # read: whether there is such a token, up to the row's
-        if plan.tokens > 1:
-            token = (number - plan.heads) % plan.tokens
-            read = token <= self._number
-            row = select(read & ~is_query, row - self._number + token, row)
-        kv_head, per_query = share.heads // (plan.group // plan.heads), 1 + plan.gated
-        key_head = kv_head + per_query * plan.group * plan.kv_heads
-        key_head = key_head + select(is_value, index(plan.kv_heads), index(0))
-        head = select(is_query, (number + share.heads * plan.heads) * per_query, key_head)
-        gamma = None
-        if plan.normed:
-            at = self.layer * plan.head_dim + part * PART
-            gamma = memory.load_either(PART, is_query, self.cache.gammas, at)
-        heads = LaneHeads(plan.head_dim, plan.pairs, plan.interleaved)
-        angles = heads.angles(self.cache.rotation, [row], part)
         page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
-        column = head * plan.head_dim + part * PART
-        raw = load_qkv(row, [(column, 0), (column, 4)])
+        if (head := loaded) is None:
+            head = LaneHead.load(plan, self.cache, self.layer, share.row, share.heads, first, load_qkv)
+        number, part, token, read, raw = head.number, head.part, head.token, head.read, head.raw
+        is_query, is_value = head.is_query(plan), head.is_value(plan)
+        heads = LaneHeads(plan.head_dim, plan.pairs, plan.interleaved)
         x = raw
-        if gamma is not None:
-            x = heads.normed(x, gamma, plan.eps)
-        if angles is not None:
-            x = heads.rotated(x, part, *angles)
+        if head.gamma is not None:
+            x = heads.normed(x, head.gamma, plan.eps)
+        if head.angles is not None:
+            x = heads.rotated(x, part, *head.angles)
         distances = heads.distances
         (x,) = layout.rotate_lanes([x], distances)
         scale = real(plan.scores.query_factor(plan.head_dim))

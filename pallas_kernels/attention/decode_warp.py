@@ -25,7 +25,7 @@ import operator
 import jax
 
 from pallas_kernels.attention import decode_sources
-from pallas_kernels.attention.decode_cache import LayerShare, team_barrier, team_begin
+from pallas_kernels.attention.decode_cache import LayerShare, team_barrier, team_begin, team_owner
 from pallas_kernels.attention.decode_keys import Warp
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_sources import Source, chosen
@@ -35,7 +35,7 @@ from pallas_kernels.gpu import lanes, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 
-def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None, loaded=None):
     """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
     values [c][i].
 
@@ -44,6 +44,7 @@ def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
     load_qkv    as for `decode.Attention.run`
     next_layer  (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
+    loaded      as for `decode.Attention.run`
     """
     plan, share, warp = work.plan, work.share, Warp.locate(work)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
@@ -54,11 +55,18 @@ def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
         with lanes.when(few):
             decode_sources.prefetch(dataclasses.replace(work, layer=layer))
     token = NewToken(plan, work.cache, share, work.layer, smem, team_begin(plan))
-    token.make(load_qkv)
+    token.make(load_qkv, loaded)
     team_barrier(plan)()
 
+    def located():
+        """`work`; a warp that is alone with its row computes row and heads anew, as it has few registers."""
+        if plan.team > 1:
+            return work
+        _, row, heads, _ = team_owner(plan)
+        return dataclasses.replace(work, share=dataclasses.replace(share, row=row, heads=heads))
+
     def next_visit(base, carry):
-        warp = Warp.locate(work, index(lanes.opaque(integer(work.layer))))  # few registers
+        warp = Warp.locate(located(), index(lanes.opaque(integer(work.layer))))  # few registers
         state, carry = jax.tree.unflatten(structure, carry)
         keys = source(warp, token, lanes.opaque(integer(base)), carry=carry)
         return jax.tree.leaves((visit(keys, state), keys.carry))

@@ -67,15 +67,19 @@ def pages_of(layout, *shape):
 
 def attention(
     heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN,
-    sinks=False, tokens=1,
+    sinks=False, tokens=1, integers=False,
 ):  # fmt: skip
+    """integers: as layer_gemms has it, with q, k and v in two parts, and a cache of more than 2^32 numbers,
+    whose addresses take more registers."""
     f32, i32, pages = jnp.float32, jnp.int32, 40
-    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    cache = pages_of(layout, 4, 40 if not integers else 2**15, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
     rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": scores, "tokens": tokens}
+    rest["integers"] = integers
+    qkv = jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32)
     return lambda *arrays: decode_attention(*arrays[:-1], **rest, sinks=arrays[-1]), (
-        jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        (jax.ShapeDtypeStruct((2, *qkv.shape), f32),) if integers else qkv, cache, cache,
         jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
         jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
         jax.ShapeDtypeStruct((4, heads), f32) if sinks else None,

@@ -182,6 +182,11 @@ HOT_ON_HOPPER = {
     "attention, 48 rows": lambda: attention(32, 8, 128, True, "float16", rows=48),
     "attention, 64 rows, int8": lambda: attention(32, 8, 128, True, "int8", rows=64),
     "attention, 256 rows": lambda: attention(32, 8, 128, True, "float16", rows=256),
+    "attention to integers, 64 rows": lambda: attention(32, 8, 128, True, rows=64, integers=True),
+    "attention to integers, 256 rows": lambda: attention(32, 8, 128, True, rows=256, integers=True),
+    "attention to integers, 256 rows, int8": lambda: attention(
+        32, 8, 128, True, "int8", rows=256, integers=True
+    ),
     "heads of prompts, 27B": lambda: heads_of_prompts(24, 4, 256, "int8", gated=True, pairs=32),
     "heads of prompts, SmolLM2": lambda: heads_of_prompts(9, 3, 64, "bfloat16", normed=False),
     "many queries of windows": lambda: many_queries(prefill_attention, 32, 16, 128, 2048, scores=GEMMA_2),
@@ -322,7 +327,10 @@ for layout in cache_layouts.names():
         HOT[f"many queries, by mma, {layout}"] = functools.partial(queries, mma_attention)
         HOT_ON_HOPPER[f"many queries, {layout}"] = functools.partial(queries, prefill_attention)
 # Blocks of 128 threads, of which 4 are to be on a multiprocessor at once.
-FOUR_AT_ONCE = ["attention, 48 rows", "attention, 64 rows, int8", "attention, 256 rows"]
+FOUR_AT_ONCE = [
+    "attention, 48 rows", "attention, 64 rows, int8", "attention, 256 rows", "attention to integers, 64 rows",
+    "attention to integers, 256 rows", "attention to integers, 256 rows, int8",
+]  # fmt: skip
 # Bytes that are known to be spilled.
 SPILLED = {
     # Sums of 128 tokens twice, as integers and as float32, beside 13 more registers: once a step.
