@@ -103,7 +103,7 @@ class Programs:
         places = [x.sharding if model.mesh is not None else None for x in leaves]
         kinds = [(x.shape, x.dtype, place) for x, place in zip(leaves, places, strict=True)]
         self._kind = structure, tuple(sorted(map(str, where))), *kinds
-        self._begun: dict[Hashable, concurrent.futures.Future[None]] = {}
+        self._begun: dict[Hashable, concurrent.futures.Future[Any]] = {}
         self._called: dict[Hashable, jax.stages.Compiled] = {}
         self._keys: dict[Hashable, str | None] = {}  # by `_identity`
         self._closed = False
@@ -112,12 +112,14 @@ class Programs:
             os.cpu_count() if jax.process_count() == 1 else 1, "bonsai-jax compile"
         )
 
-    def compile(self, call: Call) -> concurrent.futures.Future[None]:
+    def compile(self, call: Call) -> concurrent.futures.Future[Any]:
         """Load or compile the program of a call in another thread, as XLA releases the GIL, unless this
         process has it. Programs are lowered in the order in which they are begun, so that a CPU's kernels are
         compiled in this order, too."""
         global _last_turn
-        if call.program not in self._begun:
+        if call.program not in self._begun and (known := self._known(call)) is not None:
+            self._begun[call.program] = known
+        elif call.program not in self._begun:
             device, settings = jax.config.jax_default_device, stored.settings()  # contexts of this thread
 
             def work() -> None:
@@ -157,7 +159,9 @@ class Programs:
         """The program of a call, to be called with its arrays: after waiting for it, if a thread compiles it,
         or else loaded or compiled here. A line on stderr says so if that takes more than a second."""
         program = self._called.get(call.program)
-        if program is None:
+        if program is None and (known := self._known(call)) is not None:
+            program = self._called[call.program] = known.result()
+        elif program is None:
             with said_after(1.0, f"compiling {call.name}"):
                 if call.program in self._begun:
                     self._begun[call.program].result()
@@ -171,6 +175,12 @@ class Programs:
     def finish_alone(self) -> None:
         """Take no more calls; threads finish what they have begun, for whoever asks this process for it."""
         self._threads.shutdown(wait=False)
+
+    def _known(self, call: Call) -> concurrent.futures.Future[Any] | None:
+        """The program, if this process has it by now: what takes no thread, and no wait."""
+        with _LOCK:
+            future = compiled.get(self._identity(call))
+        return future if future is not None and future.done() and future.exception() is None else None
 
     def _made(
         self, call: Call, turn: contextlib.AbstractContextManager[None] = _NO_TURN
