@@ -237,11 +237,21 @@ def test_other_numbers_and_lengths_of_prompts_run_the_same_programs():
     def answer(rows, length, new=2):
         bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=new, sampling=GREEDY)
 
-    answer(4, 20), answer(8, 31)
+    answer(4, 20), answer(8, 31), answer(5, 30)  # the third gets a program of its size
     before = programs()
     for rows, length, new in ((3, 29, 2), (5, 32, 40), (6, 31, 2), (7, 32, 20)):
         answer(rows, length, new)
     assert programs() == before
+
+
+def test_a_call_whose_programs_exist_starts_no_thread(monkeypatch):
+    how = {"max_new_tokens": 3, "sampling": GREEDY, "ignore_eos": True}
+    answer = lambda: bj.generate(tiny(), prompt(20, 3), **how)[0].tokens  # noqa: E731
+    want = [answer() for _ in range(4)][-1]  # the third compiles a program of its size
+    started, start = [], threading.Thread.start
+    noted = lambda thread: (started.append(thread.name), start(thread))  # noqa: E731
+    monkeypatch.setattr(threading.Thread, "start", noted)
+    assert answer() == want and started == []
 
 
 def test_decode_is_compiled_while_the_prompt_is_read():
