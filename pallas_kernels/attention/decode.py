@@ -4,6 +4,7 @@ launch.
 A team of warps has a share of the work (decode_plan.py): one row, the query heads of one KV head, and one
 split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
 
+    position, pages, q, k and v of the new token     (asked for at once, where another phase is not making q)
     first keys and values of its split -> shared memory, or registers         (on their way while q is made)
     team:   q, k and v of the new token -> norm, rope -> shared memory, cache   (decode_token.py)
     warp:   the new key in its place; scores, online softmax, weighted values   (tensor cores)
