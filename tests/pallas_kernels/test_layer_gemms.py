@@ -2,6 +2,7 @@
 it wants, of formats with groups of 32 and of 16 columns, and attention q, k and v, whatever their formats."""
 
 import dataclasses
+import itertools
 from typing import Any
 from unittest import mock
 
@@ -197,7 +198,7 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, tokens, state_
     # What vmap and derivatives would make of a product traces it.
     monkeypatch.setattr(execute, "_with_rows_of_vmap", lambda f: f)
     monkeypatch.setattr(execute, "differentiated", lambda op, exactly: op)
-    ids, outputs = np.random.default_rng(5).integers(0, 256, (rows, 8)), []
+    ids, outputs, caches = np.random.default_rng(5).integers(0, 256, (rows, 8)), [], {}
     for own_schedule in ("launches", schedule):
         with as_on_a_gpu((9, 0)):
             run = bj.RunConfig(
@@ -207,32 +208,38 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, tokens, state_
             model = bj.load(f"synth:{name}:q1_0", run)
             assert model.params.step.schedule(rows) == own_schedule and not model.params.step.plain
             with lockstep(), jax.disable_jit():
-                outputs.append([*_one_by_one(model, ids[:, :4]), *_several_at_once(model, ids, tokens)])
+                steps = _one_by_one(model, ids[:, :4], caches), _several_at_once(model, ids, tokens, caches)
+                outputs.append(list(itertools.chain(*steps)))
     errors = []
     for before, after in zip(*outputs, strict=True):
         assert np.isfinite(before).all()
         errors += list(np.linalg.norm(after - before, axis=(1, 2)) / np.linalg.norm(before, axis=(1, 2)))
-    # An activation that lies close to the middle of two integers may go to the other, and later tokens of the
-    # sequence follow it. Which does depends on the CPU's order of sums: a product of bytes rounds what it
-    # subtracts to 3e-6 of the product (byte_product.py), differently after each other order. On one kind of
-    # CPU a sixth of the results differ for that reason, on another 42 %.
-    assert np.quantile(errors, 0.25) < 1e-5 and max(errors) < 1e-2
+    # An activation that lies close to the middle of two integers may go to the other. Which does depends on the
+    # CPU's order of sums, since a product of bytes rounds what it subtracts to 3e-6 of the product
+    # (byte_product.py). On an EPYC that is so for a ninth of the results at most.
+    assert np.median(errors) < 1e-5 and np.mean(np.array(errors) >= 1e-5) <= 0.25 and max(errors) < 1e-2
 
 
-def _one_by_one(model, ids):
-    """Hidden vectors after steps of one token of each sequence."""
+def _one_by_one(model, ids, caches):
+    """Hidden vectors after steps of one token of each sequence.
+
+    caches  before each step, of the first schedule that is run. The second one begins its steps with them, so
+            that later tokens do not follow what it has rounded in another way
+    """
     cache = kv.empty(model.config, model.run, len(ids), 64)
     for i in range(ids.shape[1]):
+        cache = caches.setdefault(("one", i), cache)
         tokens, at = jnp.asarray(ids[:, i : i + 1], jnp.int32), jnp.full((len(ids), 1), i, jnp.int32)
         x, cache, _ = decoder.decoder(model.params, tokens, at, cache, model.config, i + 1)
         yield np.asarray(x)
 
 
-def _several_at_once(model, ids, tokens):
+def _several_at_once(model, ids, tokens, caches):
     """Hidden vectors after two steps of several tokens of each of fewer sequences, as speculation has."""
     sequences = len(ids) // tokens
     cache, first = kv.empty(model.config, model.run, sequences, 64), 0
-    for _ in range(2 if tokens > 1 else 0):
+    for i in range(2 if tokens > 1 else 0):
+        cache = caches.setdefault(("several", i), cache)
         at = jnp.arange(first, first + tokens, dtype=jnp.int32) + jnp.zeros((sequences, 1), jnp.int32)
         x, cache, updates = decoder.decoder(
             model.params, jnp.asarray(ids[:sequences, first : first + tokens], jnp.int32), at, cache,

@@ -89,6 +89,21 @@ def test_attention_in_lockstep_adds_parts_and_rounds_what_it_makes(H, Hkv, D, mo
         np.testing.assert_array_equal(numbers_of(a), numbers_of(b))
 
 
+@pytest.mark.parametrize("most", [1, 2, 4, 40])  # teams of one warp and of four; blocks of 8 warps; splits
+def test_nothing_is_read_that_no_token_has_stored(most):
+    """A page is used again as the sequence before left it, perhaps with NaN, and 0 * NaN is NaN. Lengths are
+    whole pages, too, whose new key is the first of a page."""
+    args, rest = problem(4, 1, 128, [16, 32, 129, 64, 1, 15, 300], 16, "float16", False, True)
+    qkv, *pages, table, positions, layer = args
+    unset = [jnp.where(page == 1e4, jnp.nan, page) for page in pages]
+    assert all(np.isnan(page).any() for page in unset)
+    angles = tuple(r[:, 0] for r in rest["rotation"])
+    behind = table, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        want, got = (decode.decode_attention(qkv[:, 0], *own, *behind)[0] for own in (pages, unset))
+    np.testing.assert_array_equal(got, want)
+
+
 SHAPES = [
     (2, 2, 64, [0, 1, 15, 16, 17, -1, 127, 128], 16, False, True, 8),
     (4, 2, 64, [300, 5], 64, True, False, 12),
