@@ -117,23 +117,25 @@ class Programs:
         process has it. Programs are lowered in the order in which they are begun, so that a CPU's kernels are
         compiled in this order, too."""
         global _last_turn
-        if call.program not in self._begun and (known := self._known(call)) is not None:
+        if call.program in self._begun:
+            return self._begun[call.program]
+        if (known := self._known(call)) is not None:
             self._begun[call.program] = known
-        elif call.program not in self._begun:
-            device, settings = jax.config.jax_default_device, stored.settings()  # contexts of this thread
+            return known
+        device, settings = jax.config.jax_default_device, stored.settings()  # contexts of this thread
 
-            def work() -> None:
-                with jax.default_device(device):
-                    # Under another context of the caller's, such as a precision, `get` compiles.
-                    if stored.settings() == settings:
-                        self._made(call, _turn(before, own))
+        def work() -> None:
+            with jax.default_device(device):
+                # Under another context of the caller's, such as a precision, `get` compiles.
+                if stored.settings() == settings:
+                    self._made(call, _turn(before, own))
 
-            with _LOCK:
-                before, own = _last_turn, threading.Event()
-                _last_turn = own
-                self._begun[call.program] = self._threads.submit(work)
-            self._begun[call.program].add_done_callback(lambda _: own.set())
-        return self._begun[call.program]
+        with _LOCK:
+            before, own = _last_turn, threading.Event()
+            _last_turn = own
+            begun = self._begun[call.program] = self._threads.submit(work)
+        begun.add_done_callback(lambda _: own.set())
+        return begun
 
     def compile_in_turn(self, calls: Sequence[Call]) -> concurrent.futures.Future[None]:
         """Load or compile programs in one other thread, one after another, so that what runs meanwhile has
@@ -177,7 +179,7 @@ class Programs:
         self._threads.shutdown(wait=False)
 
     def _known(self, call: Call) -> concurrent.futures.Future[Any] | None:
-        """The program, if this process has it by now: what takes no thread, and no wait."""
+        """The program, if this process has it by now and nobody needs to wait for it."""
         with _LOCK:
             future = compiled.get(self._identity(call))
         return future if future is not None and future.done() and future.exception() is None else None

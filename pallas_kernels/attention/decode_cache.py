@@ -33,8 +33,8 @@ def team_barrier(plan: Plan) -> Callable[[], None]:
 
 
 def team_owner(plan: Plan) -> tuple:
-    """(owner, row, block of query heads, split) of this team, each computed anew; a split that no row has, of
-    those without a share."""
+    """(owner, row, block of query heads, split) of this team; a split that no row has, of those without a
+    share. Each call computes them again, so that they need not stay in registers."""
     block, row_owners = lanes.block(), plan.owners // plan.rows
     owner, split = block // plan.splits, block % plan.splits
     if plan.teams > 1:

@@ -57,7 +57,7 @@ def lane_heads(plan: Plan, cache: Cache, layer, row, heads, load_qkv) -> "list[L
 
 @dataclasses.dataclass(frozen=True)
 class LaneHead:
-    """A head of q, k or v, of which a lane has 8 neighbouring numbers.
+    """8 neighbouring numbers of a head of q, k or v: what one lane loads of new tokens at a time.
 
     number  among the queries, keys and values of a team; part: which 8 of its numbers
     token   of a key or a value, among the sequence's tokens of this launch

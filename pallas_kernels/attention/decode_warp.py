@@ -58,15 +58,15 @@ def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None, 
     token.make(load_qkv, loaded)
     team_barrier(plan)()
 
-    def located():
-        """`work`; a warp that is alone with its row computes row and heads anew, as it has few registers."""
+    def work_of_visit():
+        """`work`. A warp that is alone with its row has few registers, so it computes row and heads again."""
         if plan.team > 1:
             return work
         _, row, heads, _ = team_owner(plan)
         return dataclasses.replace(work, share=dataclasses.replace(share, row=row, heads=heads))
 
     def next_visit(base, carry):
-        warp = Warp.locate(located(), index(lanes.opaque(integer(work.layer))))  # few registers
+        warp = Warp.locate(work_of_visit(), index(lanes.opaque(integer(work.layer))))  # few registers
         state, carry = jax.tree.unflatten(structure, carry)
         keys = source(warp, token, lanes.opaque(integer(base)), carry=carry)
         return jax.tree.leaves((visit(keys, state), keys.carry))

@@ -72,7 +72,7 @@ def attention(
     """integers: as layer_gemms has it, with q, k and v in two parts, and a cache of more than 2^32 numbers,
     whose addresses take more registers."""
     f32, i32, pages = jnp.float32, jnp.int32, 40
-    cache = pages_of(layout, 4, 40 if not integers else 2**15, 64, kv_heads, head_dim)
+    cache = pages_of(layout, 4, 2**15 if integers else pages, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
     rest = {"eps": 1e-6, "interleaved": not normed, "gated": gated, "scores": scores, "tokens": tokens}

@@ -214,9 +214,9 @@ def test_a_whole_step_of_few_rows_is_that_of_launches(name, rows, tokens, state_
     for before, after in zip(*outputs, strict=True):
         assert np.isfinite(before).all()
         errors += list(np.linalg.norm(after - before, axis=(1, 2)) / np.linalg.norm(before, axis=(1, 2)))
-    # An activation that lies close to the middle of two integers may go to the other. Which does depends on the
-    # CPU's order of sums, since a product of bytes rounds what it subtracts to 3e-6 of the product
-    # (byte_product.py). On an EPYC that is so for a ninth of the results at most.
+    # An activation that lies close to the middle of two integers may go to the other. Which does depends on
+    # the CPU's order of sums, since a product of bytes rounds what it subtracts to 3e-6 of the product
+    # (byte_product.py). On an EPYC a ninth of the results differ for that reason, at most.
     assert np.median(errors) < 1e-5 and np.mean(np.array(errors) >= 1e-5) <= 0.25 and max(errors) < 1e-2
 
 
