@@ -1,6 +1,7 @@
 """What a team of warps attends to in a layer, and where it is; called while a kernel is traced."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ def team_begin(plan: Plan):
 
 def team_barrier(plan: Plan) -> Callable[[], None]:
     if plan.teams == 1:
+        if plan.other_warps:
+            return functools.partial(lanes.first_threads_barrier, 32 * plan.warps)
         return lanes.block_barrier
     return lanes.warp_barrier if plan.team == 1 else lanes.warpgroup_barrier
 

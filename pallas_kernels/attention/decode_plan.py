@@ -41,6 +41,7 @@ class Plan:
     scores: Scores = PLAIN
     one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
     tokens: int = 1  # neighbouring rows that are one sequence's tokens, one after another
+    other_warps: bool = False  # whether a block of one launch has more warps, which do not attend
 
     @property
     def turned(self) -> bool:
@@ -92,7 +93,7 @@ class Plan:
 
     @property
     def warps(self) -> int:
-        """Of a block."""
+        """Of a block, that attend."""
         return WARPS if self.one_launch else max(4, self.team)
 
     @property

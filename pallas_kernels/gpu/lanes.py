@@ -61,6 +61,12 @@ def warpgroup_barrier():
     ptx(None, [number], "bar.sync $0, 128;", "r,~{memory}", effects=True)
 
 
+def first_threads_barrier(count: int):
+    """What the first `count` threads of the block wrote to shared memory is seen by these. Only they wait, at
+    a number that Mosaic does not use."""
+    ptx(None, [], f"bar.sync 15, {count};", "~{memory}", effects=True)
+
+
 def warp_barrier():
     """What lanes of this warp wrote to shared memory is seen by its others."""
     ptx(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", effects=True)

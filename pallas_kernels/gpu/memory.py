@@ -306,7 +306,8 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
     reads  ((at, constant), count) pairs: count, 1, 2 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
-    at_once all are asked for again and again: where few blocks wait, it saves them a way to memory
+    at_once all are asked for again and again: where few blocks wait, or warps for few words, it saves them a
+            way to memory
     """
     pointers = [_pointer(ref, at) for (at, _), _ in reads]
 

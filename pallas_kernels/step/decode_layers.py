@@ -92,7 +92,7 @@ def decode_layers(
         {},
         name="decode_layers",
         blocks=shapes.blocks,
-        threads=THREADS,
+        threads=32 * shapes.warps,
         scratch={
             "weights_smem": plgpu.SMEM((weight_bytes // 4,), jnp.int32),
             "scratch_smem": plgpu.SMEM((scratch_bytes // 4,), jnp.float32),
@@ -172,12 +172,19 @@ class _Step:
         """Request what can be requested once the activations of a phase have arrived; weights that go where
         keys lie, once these have been read."""
         if phase == Phase.QKV and self.has_slots:
-            self.attention.ask(self.cache, self.lane_state, layer, self._slot, ~self._asked())
+            with self._attending_warps():
+                self.attention.ask(self.cache, self.lane_state, layer, self._slot, ~self._asked())
         self.weights.request_during(phase, layer)
         if phase == Phase.QKV:
             without_keys = ~self.attention.has_share(self.lane_state) if self.has_slots else true()
             with lanes.when(without_keys):
                 self.weights.request_during(Phase.ATTENTION, layer)
+
+    def _attending_warps(self):
+        """For `with`: code that only the warps of attention run."""
+        if not self.attention.other_warps:
+            return contextlib.nullcontext()
+        return lanes.when(lanes.thread() < THREADS)
 
     def _asked(self):
         """Whether this warp's first keys are asked for while q is made."""
@@ -209,21 +216,20 @@ class _Step:
         request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         if self.has_slots and self.attention.teams == 1:
             after_keys = request
-        self.attention.run(
-            self.cache, self.lane_state, layer, self.scratch,
-            load_qkv=lambda row, columns: workspace.receive(
-                Phase.ATTENTION, layer, row, columns, 4, at_once=True
-            ),
-            store_out=functools.partial(self._store_attended, layer),
-            exchange=Exchange(workspace.ref, workspace_words(self.shapes), tag),
-            next_layer=minimum(layer + 1, self.layers - 1),
-            prefetch_below=MOST_EARLY_KEYS,
-            pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            after_keys=after_keys,
-            slots=self._slot if self.has_slots else None,
-            asked=self._asked(),
-            around=functools.partial(changes.attended, layer, tag) if changes else None,
-        )  # fmt: skip
+        with self._attending_warps():
+            self.attention.run(
+                self.cache, self.lane_state, layer, self.scratch,
+                load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4),
+                store_out=functools.partial(self._store_attended, layer),
+                exchange=Exchange(workspace.ref, workspace_words(self.shapes), tag),
+                next_layer=minimum(layer + 1, self.layers - 1),
+                prefetch_below=MOST_EARLY_KEYS,
+                pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
+                after_keys=after_keys,
+                slots=self._slot if self.has_slots else None,
+                asked=self._asked(),
+                around=functools.partial(changes.attended, layer, tag) if changes else None,
+            )  # fmt: skip
         lanes.block_barrier()
         if self.has_slots and self.attention.teams > 1:
             request()
@@ -248,7 +254,7 @@ class _Step:
             if phase in (Phase.QKV, Phase.GATE_UP):
                 load = functools.partial(self._residual, phase, layer, row)
             else:
-                load = functools.partial(self.workspace.receive, phase, layer, row, count=1, at_once=True)
+                load = functools.partial(self.workspace.receive, phase, layer, row, count=1)
             self._pass_on_group(phase, layer, group, row, load)
 
         if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
@@ -276,7 +282,7 @@ class _Step:
         added, and has added it."""
         places, width = [column + more for column, more in columns], self.shapes.width(Vector.X)
         x = [memory.load_written_by_others(self.x, row * width + at) for at in places]
-        added = self.workspace.receive(phase, layer, row, columns, 1, at_once=True)
+        added = self.workspace.receive(phase, layer, row, columns, 1)
         x = [total([v, *added[k :: len(columns)]]) for k, v in enumerate(x)]
         for v, at in zip(x, places, strict=True):
             memory.store(v, self.x, row, at)

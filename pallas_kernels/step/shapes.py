@@ -92,6 +92,14 @@ class Shapes:
         quantizes what it multiplies."""
         return self.rows > 1
 
+    @property
+    def warps(self) -> int:
+        """Of a block. With one row a warp waits: for what it multiplies, and for one instruction behind the
+        other. So it has twice as many warps, where each of them has columns, which share that. More rows have
+        no registers for them to gain by it."""
+        columns_for_all = self.hidden > WARPS * 2 * GROUP
+        return 2 * WARPS if self.rows == 1 and columns_for_all and not self.changes else WARPS
+
     def _digits(self, bits: int) -> int:
         """How many digits of 8 bits an activation is passed on in."""
         return bits // 8 if self.passes_on else 1
@@ -105,7 +113,7 @@ class Shapes:
             rows, n_tiles = self.rows * digits, -(-n // 16)
             kind = ByteProduct if rows > MOST_PLANE_ROWS else PlaneProduct
             p = kind(
-                rows=rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
+                rows=rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=self.warps,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=bits // digits, digits=digits,
                 activation=self.activation, **rest,
             )  # fmt: skip
@@ -123,6 +131,7 @@ class Shapes:
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
             normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True, tokens=self.tokens,
+            other_warps=self.warps > WARPS,
         )  # fmt: skip
 
     def beside(self, phase: Phase) -> Beside:

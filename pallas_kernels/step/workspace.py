@@ -65,7 +65,7 @@ class Workspace:
         self.begin = dict(zip(Vector, begins, strict=False))
         self.passed_on = dict(zip(_passed_on(shapes), begins[len(Vector) :], strict=False))
 
-    def receive(self, phase: Phase, layer, row, columns, count: int, at_once: bool = False) -> list:
+    def receive(self, phase: Phase, layer, row, columns, count: int) -> list:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
         each split, one behind the other."""
         vector = self.reads[phase]
@@ -74,7 +74,7 @@ class Workspace:
             for copy in range(self.shapes.copies(vector))
             for column, more in columns
         ]
-        return memory.load_tagged(self.ref, places, self.tag_read(phase, layer), at_once)
+        return memory.load_tagged(self.ref, places, self.tag_read(phase, layer), at_once=True)
 
     def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""

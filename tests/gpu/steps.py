@@ -21,12 +21,14 @@ def log_p_of_steps(model: bj.Model, ids, cache: kv.KVCache | None = None) -> np.
     return np.stack(out, axis=1)
 
 
-def kl_of_schedules(load: Callable[..., bj.Model], schedule: str, ids) -> np.ndarray:
+def kl_of_schedules(
+    load: Callable[..., bj.Model], schedule: str, ids, cache_dtype: str = "float32"
+) -> np.ndarray:
     """[rows, tokens] KL(steps by launches || by a schedule), of the model that `load` gives with options of
-    RunConfig. Neither cache nor activations are rounded to 8 bits."""
+    RunConfig. Activations are not rounded to 8 bits."""
     log_p = []
     for each in ("launches", schedule):
-        model = load(cache_dtype="float32", activation_bits=16, schedule=each)
+        model = load(cache_dtype=cache_dtype, activation_bits=16, schedule=each)
         assert model.params.step.schedule(len(ids)) == each
         log_p.append(log_p_of_steps(model, ids))
     return divergence(*log_p)

@@ -224,6 +224,14 @@ def _warpgroup_barrier(machine, match, number):
     machine.barrier(128)
 
 
+@instruction(r"bar\.sync 15, (\d+);")
+def _first_threads_barrier(machine, match):
+    count = int(match[1])
+    others = machine.active.reshape(-1, machine.threads)[:, count:]
+    assert not others.any(), f"threads beyond the first {count} are at a barrier of these"
+    machine.barrier(count)
+
+
 @instruction(r"ld\.global\.nc\.v4\.f32 \{\$0,\$1,\$2,\$3\}, \[\$4\+(\d+)\]")
 def _load_constants(machine, match, pointer):
     return machine.load_pointed(pointer, int(match[1]), 4, Type("f32"))
