@@ -75,6 +75,25 @@ def warp_barrier():
 when = mosaic.when
 
 
+def clock():
+    """The multiprocessor's clock now: the low 32 bits of a count."""
+    return ptx(i32(), [], "mov.u32 $0, %clock;", "=r,~{memory}", effects=True)
+
+
+def wait_until(since, clocks):
+    """Wait until so many clocks (an i32 of less than 2^31) have passed since a `clock`."""
+    text = """{
+        .reg .pred p;
+        .reg .u32 t;
+        again_${:uid}:
+        mov.u32 t, %clock;
+        sub.u32 t, t, $0;
+        setp.lt.u32 p, t, $1;
+        @p bra again_${:uid};
+        }"""
+    ptx(None, [since, integer(clocks)], text, "r,r,~{memory}", effects=True)
+
+
 def choose(condition, chosen, otherwise) -> list:
     """chosen() where the condition holds for a whole warp, which alone runs it, else the list `otherwise`."""
     if_op = scf.IfOp(condition, results_=[v.type for v in otherwise], has_else=True)

@@ -43,6 +43,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
+MOST_EVEN_ROWS = 8  # of which blocks that do not attend ask for weights meanwhile; more have no registers
 MOST_EARLY_KEYS = 512  # of all rows: more are not requested a layer early, they would queue behind weights
 
 
@@ -156,6 +157,9 @@ class _Step:
             takes_part = self._takes_part(phase)
             if phase != Phase.ATTENTION and self.shapes.passes_on:
                 self._pass_on(phase, layer)
+            if phase == Phase.ATTENTION and self.asks_evenly:
+                with lanes.when(~self._attends()):
+                    self.weights.request_evenly(layer)
             with lanes.when(takes_part):
                 self._attend(layer) if phase == Phase.ATTENTION else self._product(phase, layer)
             if phase != Phase.ATTENTION:
@@ -174,11 +178,20 @@ class _Step:
         if phase == Phase.QKV and self.has_slots:
             with self._attending_warps():
                 self.attention.ask(self.cache, self.lane_state, layer, self._slot, ~self._asked())
-        self.weights.request_during(phase, layer)
-        if phase == Phase.QKV:
-            without_keys = ~self.attention.has_share(self.lane_state) if self.has_slots else true()
-            with lanes.when(without_keys):
+        self.weights.request_during(phase, layer, self._attends() if self.asks_evenly else None)
+        if phase == Phase.QKV and not self.asks_evenly:
+            with lanes.when(~self._attends() if self.has_slots else true()):
                 self.weights.request_during(Phase.ATTENTION, layer)
+
+    def _attends(self):
+        """Whether this block has a share of attention."""
+        return self.attention.has_share(self.lane_state)
+
+    @property
+    def asks_evenly(self) -> bool:
+        """Whether blocks that have no share of attention ask for down while others attend, in place of before
+        and after. Where keys go to registers there are none for that either."""
+        return self.has_slots and self.shapes.rows <= MOST_EVEN_ROWS
 
     def _attending_warps(self):
         """For `with`: code that only the warps of attention run."""

@@ -10,6 +10,10 @@ from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul.bit_mma.product import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.step.shapes import Phase, Shapes
 
+# Of what is asked for evenly: bytes of a piece, clocks between two (two thirds of what an H200's memory gives
+# each of its multiprocessors), and for all pieces together, so that they are there when attention has ended.
+PIECE, PIECE_CLOCKS, MOST_CLOCKS = 4096, 350, 5000
+
 
 class SharedWeights:
     def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers):
@@ -44,10 +48,12 @@ class SharedWeights:
             with lanes.when(self.takes_part(phase)):
                 self._request(phase, index(0))
 
-    def request_during(self, phase: Phase, layer):
+    def request_during(self, phase: Phase, layer, attends=None):
         """By all threads, when the activations of a phase are there: what can be asked for, in parts that are
-        there before the next phase waits for activations. A wait during a copy takes three times as long. In
-        place of attention: by blocks without keys with those of QKV."""
+        there before the next phase waits for activations. A wait during a copy takes three times as long.
+        In place of attention: by blocks without keys with those of QKV, or else by `request_evenly`.
+        attends: for these, whether the block has a share of attention
+        """
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
         parts: dict[Phase, list[tuple[Phase, int, int | None]]] = {
@@ -67,8 +73,37 @@ class SharedWeights:
                 asks = asks & (layer < self.layers - 1)
             elif later != Phase.DOWN:
                 asks = asks & ~(layer == 0)
+            elif attends is not None:
+                asks = asks & attends
             with lanes.when(asks):
                 self._request(later, layer + int(following), first, end)
+
+    def request_evenly(self, layer):
+        """Down, by one thread of a block that has no share of attention, while others attend. Attention is a
+        chain of short waits for memory, and copies that are all asked for at once would keep each of them
+        waiting. So small pieces are asked for one after another, at two thirds of what memory gives."""
+        p, phase = self.products[Phase.DOWN], Phase.DOWN
+        pieces = -(-p.pairs * PAIR_BYTES // PIECE) + -(-p.pairs * SCALE_BYTES // PIECE)  # of a tile
+        clocks = min(PIECE_CLOCKS, MOST_CLOCKS // (pieces * p.tiles))
+        with lanes.when((lanes.thread() == THREADS - 32) & self.takes_part(phase)):
+            count = self._tiles(phase)
+            self._announce(phase, count)
+            memory.fence_of_copies()
+            began, to = lanes.clock(), self.address + self.begin[phase, 0]
+
+            def copy_tile(tile, carry):
+                source, number = self._source(phase, layer, tile), integer(tile * pieces)
+                for address, ref, at, size in p.parts_of_tiles(self.gmem[phase][0], source, to, tile):
+                    for done in range(0, size, PIECE):
+                        lanes.wait_until(began, number * clocks)
+                        piece = min(PIECE, size - done)
+                        memory.copy_to_shared(
+                            address + done, ref, at + done // 4, piece, self._mbarrier(phase)
+                        )
+                        number = number + 1
+                return carry
+
+            lanes.loop(0, count, 1, [], copy_tile)
 
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))
@@ -84,14 +119,11 @@ class SharedWeights:
         end = p.tiles if end is None else end
         if first == end:
             return
-        count = index(p.tiles)
-        if p.n_tiles % p.tiles:
-            count = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
+        count = self._tiles(phase)
         thread, tiles = lanes.thread(), minimum(count, end)
         if first == 0:
             with lanes.when(thread == THREADS - 32):
-                size = integer(count * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
-                memory.mbarrier_expect(self._mbarrier(phase), size)
+                self._announce(phase, count)
         if p.splits == 1:
             for m in range(p.matrices):
                 with lanes.when((thread == THREADS - 32 * (m + 1)) & (index(first) < count)):
@@ -102,12 +134,27 @@ class SharedWeights:
             with lanes.when((thread % 32 == 0) & (tile < tiles)):
                 self._copy(phase, 0, layer, tile, 1)
 
+    def _tiles(self, phase: Phase):
+        """How many tiles this block has."""
+        p = self.products[phase]
+        return minimum(p.n_tiles - self.first_tile(phase), p.tiles) if p.n_tiles % p.tiles else index(p.tiles)
+
+    def _announce(self, phase: Phase, count):
+        """By one thread: the bytes of so many tiles."""
+        p = self.products[phase]
+        size = integer(count * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+        memory.mbarrier_expect(self._mbarrier(phase), size)
+
+    def _source(self, phase: Phase, layer, tile):
+        """Where one of the block's tiles lies in the stack of all layers."""
+        p = self.products[phase]
+        return (self.first_tile(phase) + layer * p.n_tiles + tile) * p.splits + self.split(phase)
+
     def _copy(self, phase: Phase, m: int, layer, first, tiles):
         """So many of the block's tiles of a matrix, from one on."""
         p = self.products[phase]
         # Where keys and values may have been, or sums.
         if phase in (Phase.QKV, Phase.DOWN) or (self.sums_among and phase == Phase.O):
             memory.fence_of_copies()
-        source = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
-        to = self.address + self.begin[phase, m]
+        source, to = self._source(phase, layer, first), self.address + self.begin[phase, m]
         p.copy_to_shared(self.gmem[phase][m], source, tiles, to, first, self._mbarrier(phase))

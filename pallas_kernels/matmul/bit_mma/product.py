@@ -239,16 +239,23 @@ class Product(abc.ABC):
         """Shared memory of a block's tiles of one matrix: the words of all, then the scales of all."""
         return self.tiles * self.pairs * (PAIR_BYTES + SCALE_BYTES)
 
+    def parts_of_tiles(self, weights: tuple, source, address, first) -> list[tuple]:
+        """What a block's tiles from `first` on have in shared memory, tile `source` of a stack (refs of words
+        and scales) and those behind it: (address, ref, its first element, bytes of a tile) of words and of
+        scales."""
+        parts, begins = [], (0, self.tiles * self.pairs * PAIR_BYTES)
+        for ref, each, begin in zip(weights, (PAIR_BYTES, SCALE_BYTES), begins, strict=True):
+            to, size = address + begin, self.pairs * each
+            if not isinstance(first, int) or first:
+                to = integer(first * size) + to
+            parts.append((to, ref, source * (size // 4), size))
+        return parts
+
     def copy_to_shared(self, weights: tuple, source, count, address, first, mbarrier):
         """By one thread: copy `count` tiles, from tile `source` of a stack (refs of words and scales) on, to
         the block's tiles from `first` on, which begin at an address of shared memory."""
-        for ref, each, begin in zip(
-            weights, (PAIR_BYTES, SCALE_BYTES), (0, self.tiles * self.pairs * PAIR_BYTES), strict=True
-        ):
-            to, each = address + begin, self.pairs * each
-            if not isinstance(first, int) or first:
-                to = integer(first * each) + to
-            memory.copy_to_shared(to, ref, source * (each // 4), integer(count * each), mbarrier)
+        for to, ref, at, size in self.parts_of_tiles(weights, source, address, first):
+            memory.copy_to_shared(to, ref, at, integer(count * size), mbarrier)
 
     def shared_words(self, smem, begin, tile, pair, lane):
         """The lane's vector of a pair of groups, from tiles that begin at a word of shared memory."""

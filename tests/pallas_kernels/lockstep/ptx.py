@@ -224,6 +224,16 @@ def _warpgroup_barrier(machine, match, number):
     machine.barrier(128)
 
 
+@instruction(r"mov\.u32 \$0, %clock;")
+def _clock(machine, match):
+    return i32(np.zeros(len(machine.all), np.int32))
+
+
+@instruction(r"mov\.u32 t, %clock; sub\.u32 t, t, \$0; setp\.lt\.u32 p, t, \$1; @p bra")
+def _wait_until(machine, match, since, clocks):
+    """In lockstep no clock runs."""
+
+
 @instruction(r"bar\.sync 15, (\d+);")
 def _first_threads_barrier(machine, match):
     count = int(match[1])
