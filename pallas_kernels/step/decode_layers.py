@@ -17,6 +17,7 @@ workspace has what the others see of it.
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -66,7 +67,9 @@ def decode_layers(
     changes    low-rank changes beside these, of one row: those of shapes.changes
     Returns x float32 [rows, hidden] and the pages, which are updated in place.
     """
-    layers = weights[0][0].shape[0]
+    layers, layout = weights[0][0].shape[0], cache_layouts.recognize(inputs.k_pages)
+    halves = not isinstance(layout.DTYPE, dict) and layout.DTYPE.itemsize == 2
+    shapes = dataclasses.replace(shapes, halves=halves)
     page_size, pages_of_row = cache_layouts.shape(inputs.k_pages)[2], inputs.block_table.shape[1]
     attention = shapes.attention(page_size, pages_of_row, inputs.head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
@@ -74,7 +77,7 @@ def decode_layers(
     more = attention.partials + (low_rank.workspace_words(shapes, attention) if changes else 0)
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, more))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout, (weight_bytes, scratch_bytes) = cache_layouts.recognize(inputs.k_pages), shapes.buffers
+    weight_bytes, scratch_bytes = shapes.buffers
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {

@@ -52,6 +52,7 @@ class Shapes:
     bits       8 or 16, to which activations are rounded; down_bits: those that down reads
     changes    an adapter's
     tokens     so many neighbouring rows are one sequence's (attention/decode_plan.py)
+    halves     whether keys and values are stored as numbers of 16 bits
     """
 
     rows: int
@@ -67,6 +68,7 @@ class Shapes:
     activation: Activation = SILU
     changes: Changes = NO_CHANGES
     tokens: int = 1
+    halves: bool = True
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -95,10 +97,10 @@ class Shapes:
     @property
     def warps(self) -> int:
         """Of a block. With one row a warp waits: for what it multiplies, and for one instruction behind the
-        other. So it has twice as many warps, where each of them has columns, which share that. More rows have
-        no registers for them to gain by it."""
-        columns_for_all = self.hidden > WARPS * 2 * GROUP
-        return 2 * WARPS if self.rows == 1 and columns_for_all and not self.changes else WARPS
+        other. So a wide model, of whose columns each of them has some, has twice as many, which share that.
+        They have 128 registers each: too few for more rows, or for keys that are widened in them."""
+        wide = self.hidden > WARPS * 2 * GROUP
+        return 2 * WARPS if self.rows == 1 and wide and self.halves and not self.changes else WARPS
 
     def _digits(self, bits: int) -> int:
         """How many digits of 8 bits an activation is passed on in."""

@@ -259,7 +259,8 @@ def one_launch(
     layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16", rank=0,
     dtype=jnp.float32, tokens=1,
 ):  # fmt: skip
-    """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices."""
+    """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices. The cache
+    is one of an engine, of more than 2^32 numbers, whose addresses take more registers."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
 
     def matrix(n, k):
@@ -270,7 +271,7 @@ def one_launch(
     width, kv_width = heads * head_dim, kv_heads * head_dim
     sizes = [(width + 2 * kv_width, hidden), (hidden, width), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
     vector = lambda *shape, dtype=f32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
-    cache = pages_of(layout, layers, rows * pages, 64, kv_heads, head_dim)
+    cache = pages_of(layout, layers, 2**13, 64, kv_heads, head_dim)
 
     def change(n, k, start=0):
         return LowRank(vector(layers, rank, k, dtype=dtype), vector(layers, n, rank, dtype=dtype), 2.0, start)

@@ -279,6 +279,7 @@ HOT_ON_HOPPER = {
         for rows, tokens in ((2, 1), (3, 1), (4, 4))
     },
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
+    "one launch, 8B, int8": lambda: one_launch(36, 4096, 12288, 32, 8, 128, layout="int8"),
     "one launch, 8B, adapter": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rank=16),
     "one launch, 8B, adapter, bfloat16": lambda: one_launch(
         36, 4096, 12288, 32, 8, 128, rank=16, dtype=jnp.bfloat16
@@ -295,7 +296,7 @@ HOT_ON_HOPPER = {
         f"one launch, 8B, 16 bits, {rows} rows": functools.partial(
             one_launch, 36, 4096, 12288, 32, 8, 128, rows=rows, bits=16
         )
-        for rows in (2, 4, 8, 12)
+        for rows in (1, 2, 4, 8, 12)
     },
     "one launch, 8B, 4 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=4),
     "one launch, 8B, 8 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8),

@@ -100,7 +100,7 @@ CASES += [
     (2, 384, 2560, 4, 2, 9, [5, 300], (8, 16), True, False, True, "bfloat16"),  # down in two splits
     # one row of a wide model: blocks of 16 warps, of which 8 attend; all of them or 9 have columns
     (2, 4096, 384, 2, 1, 6, [300], (8, 16), True, True, False, "float16"),
-    (2, 2304, 384, 4, 2, 5, [20], 8, False, False, True, "int8"),
+    (2, 2304, 384, 4, 2, 5, [20], 8, False, False, True, "bfloat16"),
     (2, 384, 2304, 4, 2, 9, [20], 8, False, True, False, "float16"),  # a tile of down is copied in pieces
 ]
 
