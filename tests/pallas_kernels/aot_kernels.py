@@ -259,8 +259,8 @@ def one_launch(
     layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16", rank=0,
     dtype=jnp.float32, tokens=1,
 ):  # fmt: skip
-    """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices. The cache
-    is one of an engine, of more than 2^32 numbers, whose addresses take more registers."""
+    """All layers of a step, as a Bonsai model has them; with a rank, beside changes of all matrices. The
+    cache is one of an engine, of more than 2^32 numbers, whose addresses take more registers."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
 
     def matrix(n, k):
