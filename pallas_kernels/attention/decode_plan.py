@@ -39,7 +39,7 @@ class Plan:
 
     gated: bool = False  # each query is followed by its gate, by whose sigmoid outputs are multiplied
     scores: Scores = PLAIN
-    one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
+    one_launch: bool = False  # a phase of a launch, whose blocks all run at once; 8 warps of each attend
     tokens: int = 1  # neighbouring rows that are one sequence's tokens, one after another
     other_warps: bool = False  # whether a block of one launch has more warps, which do not attend
 

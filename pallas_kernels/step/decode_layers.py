@@ -11,7 +11,7 @@ every layer; what a phase needs besides activations (gammas, first keys and valu
 waits for them.
 
 Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
-for when they have been read. Activations go from block to block through a workspace in
+for when they have been read. Blocks that have no share of attention ask for weights evenly meanwhile. Activations go from block to block through a workspace in
 global memory (workspace.py). The residual stream itself stays exact with the block that adds to it; the
 workspace has what the others see of it.
 """
@@ -44,7 +44,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-MOST_EVEN_ROWS = 8  # of which blocks that do not attend ask for weights meanwhile; more have no registers
+MOST_EVEN_ROWS = 8  # with more, no registers are left for `asks_evenly`
 MOST_EARLY_KEYS = 512  # of all rows: more are not requested a layer early, they would queue behind weights
 
 

@@ -96,9 +96,9 @@ class Shapes:
 
     @property
     def warps(self) -> int:
-        """Of a block. With one row a warp waits: for what it multiplies, and for one instruction behind the
-        other. So a wide model, of whose columns each of them has some, has twice as many, which share that.
-        They have 128 registers each: too few for more rows, or for keys that are widened in them."""
+        """Of a block: 8, or 16 for one row of a model with more than 8 pairs of groups. With one row a warp
+        mostly waits, for memory or for its own last instruction, and more warps wait side by side. 16 have
+        128 registers a lane: too few for more rows, for keys that are widened, and for adapters."""
         wide = self.hidden > WARPS * 2 * GROUP
         return 2 * WARPS if self.rows == 1 and wide and self.halves and not self.changes else WARPS
 
