@@ -11,9 +11,9 @@ every layer; what a phase needs besides activations (gammas, first keys and valu
 waits for them.
 
 Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
-for when they have been read. Blocks that have no share of attention ask for weights evenly meanwhile. Activations go from block to block through a workspace in
-global memory (workspace.py). The residual stream itself stays exact with the block that adds to it; the
-workspace has what the others see of it.
+for when they have been read. Blocks that have no share of attention ask for weights evenly meanwhile.
+Activations go from block to block through a workspace in global memory (workspace.py). The residual stream
+itself stays exact with the block that adds to it; the workspace has what the others see of it.
 """
 
 import contextlib

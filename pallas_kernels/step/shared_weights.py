@@ -10,8 +10,8 @@ from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul.bit_mma.product import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.step.shapes import Phase, Shapes
 
-# `request_evenly`: bytes of a piece, clocks from one to the next (together two thirds of what an H200's memory
-# gives each multiprocessor), and the most clocks for all pieces, which must have arrived when attention ends.
+# `request_evenly`: bytes of a piece, clocks from one to the next (together two thirds of what an H200's
+# memory gives each multiprocessor), and the most clocks for all, which must be there when attention ends.
 PIECE, PIECE_CLOCKS, MOST_CLOCKS = 4096, 350, 5000
 
 
