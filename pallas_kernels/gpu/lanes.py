@@ -81,7 +81,7 @@ def clock():
 
 
 def wait_until(since, clocks):
-    """Wait until so many clocks (an i32 of less than 2^31) have passed since a `clock`."""
+    """Wait until `clocks` clocks (i32, below 2^31) have passed since `since`, which `clock` gave."""
     text = """{
         .reg .pred p;
         .reg .u32 t;

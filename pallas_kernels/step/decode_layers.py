@@ -68,8 +68,7 @@ def decode_layers(
     Returns x float32 [rows, hidden] and the pages, which are updated in place.
     """
     layers, layout = weights[0][0].shape[0], cache_layouts.recognize(inputs.k_pages)
-    halves = not isinstance(layout.DTYPE, dict) and layout.DTYPE.itemsize == 2
-    shapes = dataclasses.replace(shapes, halves=halves)
+    shapes = dataclasses.replace(shapes, cache_bits=8 * jax.tree.leaves(layout.DTYPE)[0].itemsize)
     page_size, pages_of_row = cache_layouts.shape(inputs.k_pages)[2], inputs.block_table.shape[1]
     attention = shapes.attention(page_size, pages_of_row, inputs.head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
@@ -192,8 +191,8 @@ class _Step:
 
     @property
     def asks_evenly(self) -> bool:
-        """Whether blocks that have no share of attention ask for down while others attend, in place of before
-        and after. Where keys go to registers there are none for that either."""
+        """Whether blocks that have no share of attention ask for down while others attend, and not before and
+        after it. Where keys go to registers, no registers are left for that."""
         return self.has_slots and self.shapes.rows <= MOST_EVEN_ROWS
 
     def _attending_warps(self):

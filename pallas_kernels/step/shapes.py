@@ -52,7 +52,7 @@ class Shapes:
     bits       8 or 16, to which activations are rounded; down_bits: those that down reads
     changes    an adapter's
     tokens     so many neighbouring rows are one sequence's (attention/decode_plan.py)
-    halves     whether keys and values are stored as numbers of 16 bits
+    cache_bits of a number that is stored of a key or a value: 8, 16 or 32
     """
 
     rows: int
@@ -68,7 +68,7 @@ class Shapes:
     activation: Activation = SILU
     changes: Changes = NO_CHANGES
     tokens: int = 1
-    halves: bool = True
+    cache_bits: int = 16
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -96,11 +96,12 @@ class Shapes:
 
     @property
     def warps(self) -> int:
-        """Of a block: 8, or 16 for one row of a model with more than 8 pairs of groups. With one row a warp
-        mostly waits, for memory or for its own last instruction, and more warps wait side by side. 16 have
-        128 registers a lane: too few for more rows, for keys that are widened, and for adapters."""
-        wide = self.hidden > WARPS * 2 * GROUP
-        return 2 * WARPS if self.rows == 1 and wide and self.halves and not self.changes else WARPS
+        """Of a block: 16 for one row of a model that has more than 8 pairs of groups, else 8. With one row a
+        warp mostly waits, for memory or for its own last instruction, and 16 wait side by side. Several rows
+        were slower with 16 (LOG.md). Keys of 8 or 32 bits would spill, since a lane of 16 warps has 128
+        registers. low_rank.py, for adapters, counts on 8."""
+        sixteen = self.rows == 1 and self.hidden > WARPS * 2 * GROUP
+        return 2 * WARPS if sixteen and self.cache_bits == 16 and not self.changes else WARPS
 
     def _digits(self, bits: int) -> int:
         """How many digits of 8 bits an activation is passed on in."""

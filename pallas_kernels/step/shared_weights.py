@@ -51,8 +51,10 @@ class SharedWeights:
     def request_during(self, phase: Phase, layer, attends=None):
         """By all threads, when the activations of a phase are there: what can be asked for, in parts that are
         there before the next phase waits for activations. A wait during a copy takes three times as long.
-        In place of attention: by blocks without keys with those of QKV, or else by `request_evenly`.
-        attends: for these, whether the block has a share of attention
+        Blocks without a share of attention ask for its part of down when they ask for that of QKV.
+
+        attends  whether the block has a share; if not, it does not ask for down, as `request_evenly` does.
+                 None: all blocks ask
         """
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
@@ -79,9 +81,9 @@ class SharedWeights:
                 self._request(later, layer + int(following), first, end)
 
     def request_evenly(self, layer):
-        """Down, by one thread of a block that has no share of attention, while others attend. Attention is a
-        chain of short waits for memory, and copies that are all asked for at once would keep each of them
-        waiting. So small pieces are asked for one after another, at two thirds of what memory gives."""
+        """Ask for down, in a block that has no share of attention, while others attend. Attention is a chain
+        of short waits for memory, and each takes longer while many bytes are on their way. So one thread asks
+        for small pieces, one after another, at two thirds of memory's rate."""
         p, phase = self.products[Phase.DOWN], Phase.DOWN
         pieces = -(-p.pairs * PAIR_BYTES // PIECE) + -(-p.pairs * SCALE_BYTES // PIECE)  # of a tile
         clocks = min(PIECE_CLOCKS, MOST_CLOCKS // (pieces * p.tiles))
@@ -140,7 +142,7 @@ class SharedWeights:
         return minimum(p.n_tiles - self.first_tile(phase), p.tiles) if p.n_tiles % p.tiles else index(p.tiles)
 
     def _announce(self, phase: Phase, count):
-        """By one thread: the bytes of so many tiles."""
+        """By one thread: tell the mbarrier how many bytes this many tiles have."""
         p = self.products[phase]
         size = integer(count * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
         memory.mbarrier_expect(self._mbarrier(phase), size)

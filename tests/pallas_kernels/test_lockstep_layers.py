@@ -121,6 +121,15 @@ def test_a_layer_s_code_stays_small(sizes, rows):
         assert p.together * p.matrices * p.per_warp * 2 * eights <= 24
 
 
+def test_one_row_of_a_wide_model_has_16_warps():
+    """And nothing that has no registers for them, or is slower with them."""
+    wide, narrow = (4096, 12288, 32, 8, 128), (2048, 6144, 16, 8, 128)
+    warps = lambda *sizes, **rest: decode_layers.Shapes(*sizes, blocks=132, **rest).warps  # noqa: E731
+    assert warps(1, *wide) == 16
+    assert warps(1, *narrow) == warps(2, *wide) == 8
+    assert warps(1, *wide, cache_bits=8) == warps(1, *wide, cache_bits=32) == 8
+
+
 def changes_of(sizes, parts, ranks, layers, dtype, adapters=None):
     """Random changes of matrices by their names, with those of q, k and v beside qkv: StepChanges, and what
     they add to a matrix's output."""
