@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import jitted, steps
 from bonsai_jax.engine import prompts
 from bonsai_jax.measure import bench
 
@@ -64,7 +64,7 @@ class Answer:
 
     def __init__(self, model: bj.Model, ids: list[int], new: int, params: bj.SamplingParams, proposer):
         self.model, self.new = model, new
-        self.decode = bench.engine_decode(on_mesh=False)
+        self.decode = bench.as_dispatched(steps.decode, "state", on_mesh=False)
         tokens, lengths = prompts.pad([ids])
         self.fresh = lambda: jitted.prefill(
             model.params,

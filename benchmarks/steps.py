@@ -26,8 +26,6 @@ import bonsai_jax as bj
 from bonsai_jax.measure import bench
 from checkpoints import synth
 
-ONE_BY_ONE = "--xla_gpu_enable_command_buffer="  # no CUDA graphs
-
 
 @dataclasses.dataclass(frozen=True)
 class Row(bench.Origin):
@@ -88,7 +86,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="add what each kernel takes")
     arguments = parser.parse_args()
     if arguments.kernels:
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {ONE_BY_ONE}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {bench.ONE_BY_ONE}"
         if jax.default_backend() == "cpu":
             raise SystemExit("--kernels: this is a CPU; kernels are timed on a GPU")
     for row in measure(arguments):

@@ -164,7 +164,9 @@ def decode(
     def body(carry):
         i, state, out = carry
         state, *drawn = step(params, state, config, **options)
-        return i + 1, state, jax.tree.map(lambda out, new: out.at[:, i].set(new), out, tuple(drawn))
+        # Not .at[:, i].set, of which XLA makes one more launch: whether i is in range, which it is.
+        place = lambda out, new: jax.lax.dynamic_update_slice_in_dim(out, new[:, None], i, axis=1)  # noqa: E731
+        return i + 1, state, jax.tree.map(place, out, tuple(drawn))
 
     shape = state.tokens.shape[0], size
     tokens = jnp.full(shape, NO_TOKEN, jnp.int32)

@@ -408,7 +408,8 @@ class Loop:
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
-        if self.options.max_wait_s is not None:  # until `_time` has measured steps
+        scheduler.reads_first = self.options.max_wait_s is None
+        if not scheduler.reads_first:  # until `_time` has measured steps
             scheduler.idle_steps = 1 if jax.process_count() == 1 else STEADY_STEPS
         return scheduler
 

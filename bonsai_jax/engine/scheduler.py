@@ -44,6 +44,9 @@ class Scheduler:
     """Requests in, plans out.
 
     idle_steps   decode steps of a plan when no prompt is pending and no request waits for a row
+    reads_first  whether no request decodes while others that have a row are read: for who wants all answers.
+                 A step takes as long for a few rows of a program as for all, so these would take steps that
+                 do little. Else each plan that reads has a step, so that no answer waits for another's prompt
     compiled     members of limits.row_sizes and limits.shapes that have been used
     compiled_split   those that have been used in split plans
     compiled_chained   those of plans with a chain of samplers, split or not
@@ -58,6 +61,7 @@ class Scheduler:
         self.limits, self.devices = limits, [Device(limits) for _ in range(devices)]
         self.waiting: list[Request] = []  # by priority, then arrival
         self.idle_steps = limits.steps
+        self.reads_first = False
         self.compiled: set[int | tuple[int, int]] = set()
         self.compiled_split: set[int | tuple[int, int]] = set()
         self.compiled_chained: dict[bool, set[int | tuple[int, int]]] = {False: set(), True: set()}
@@ -116,7 +120,7 @@ class Scheduler:
         self._chain = bool(self.chained) and any(r.chained for d in self.devices for r in d.running)
         reads, shape = self._reads()
         draws = self._draws() if split or was_split else [[] for _ in self.devices]
-        writes, steps = self._writes()
+        writes, steps = ([[] for _ in reads], 0) if self._reads_on(reads) else self._writes()
         guesses: list[list[Request]] = [[] for _ in writes]
         if split and self.limits.width > 1:
             guesses = [[r for r in requests if not r.constrained] for requests in writes]
@@ -355,6 +359,17 @@ class Scheduler:
             request.flights.append((1, 1))
         return read
 
+    @property
+    def _is_reading(self) -> bool:
+        """Whether a request that has a row is not read to its end."""
+        return any(r.row is not None and r.read < r.to_read for d in self.devices for r in d.running)
+
+    def _reads_on(self, reads: list[list[Read]]) -> bool:
+        """Whether steps wait because the next plan reads, too: the rest of a prompt, or one whose beginning
+        is being read for another."""
+        may_start = any(reads) and bool(self.waiting) and any(device.free_rows for device in self.devices)
+        return self.reads_first and (self._is_reading or may_start)
+
     def _draws(self) -> list[list[tuple[Request, int]]]:
         """The requests of each device that draw what they have read for, and their rows: those whose masks
         are ready, or all with a mailbox."""
@@ -418,7 +433,7 @@ class Scheduler:
         wait for a row, about as many as the row nearest to its end has left; else idle_steps."""
         if self.constrained:
             return 1
-        if any(r.row is not None and r.read < r.to_read for d in self.devices for r in d.running):
+        if self._is_reading:
             return 1
         if self.waiting:
             least, most = WAITING_STEPS

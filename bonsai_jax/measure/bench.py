@@ -20,6 +20,7 @@ import datetime
 import functools
 import io
 import json
+import os
 import statistics
 import subprocess
 import time
@@ -50,6 +51,7 @@ BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as
 WARMUP_STEPS = 8  # decode loops of any length are one program, so a short one warms it up
 # How an engine compiles its dispatch. XLA makes no graph of few operations, as which it counts a loop.
 ONE_GRAPH = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
+ONE_BY_ONE = "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: no CUDA graphs, here neither
 WARMUP_CALLS = 4  # on a GPU the second call creates the CUDA graph
 
 
@@ -99,7 +101,6 @@ def last_logits(
     return decoder.unembed(params, hidden, config), cache
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 @over_mesh(("rows", "cache"))
 def read_one_by_one(
     params: Params,
@@ -123,9 +124,10 @@ def read_one_by_one(
 
 
 @functools.cache
-def engine_decode(on_mesh: bool) -> Callable[..., Any]:
-    """steps.decode, jitted as an engine's dispatch is: on one GPU no step waits for the host."""
-    return jitted.donating(core.decode, "state", compiler_options=None if on_mesh else ONE_GRAPH)
+def as_dispatched(function: Callable[..., Any], donated: str, on_mesh: bool) -> Callable[..., Any]:
+    """A loop of steps, jitted as an engine's dispatch is: on one GPU no step waits for the host."""
+    one_by_one = ONE_BY_ONE in os.environ.get("XLA_FLAGS", "").split()
+    return jitted.donating(function, donated, compiler_options=None if on_mesh or one_by_one else ONE_GRAPH)
 
 
 @dataclasses.dataclass
@@ -162,7 +164,9 @@ class Test:
                 self._tell_proposer(parallel.place_rows(ids[:, : self.depth + 1], model.mesh))
             self.state = self.state.replace(tokens=self.ids[:, 0])
         on_gpu = jax.default_backend() != "cpu"
-        self.decode = engine_decode(model.mesh is not None)
+        on_mesh = model.mesh is not None
+        self.decode = as_dispatched(core.decode, "state", on_mesh)
+        self.read = as_dispatched(read_one_by_one, "cache", on_mesh)
         for _ in range(3 if on_gpu else 1):  # on a GPU the second run creates the CUDA graph
             self.run(warm=True)
 
@@ -205,7 +209,7 @@ class Test:
                 model.params, self.state, model.config, limit=steps, size=self.tokens
             )
         else:
-            out = self._call(read_one_by_one, self.ids, steps)
+            out = self._call(self.read, self.ids, steps)
         jax.block_until_ready(out)
         seconds = time.perf_counter() - began
         if self.kind == "gen" and not warm:

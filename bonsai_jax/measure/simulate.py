@@ -161,7 +161,9 @@ def simulate(
         if arrival.prompt_tokens + arrival.new_tokens > limits.pages * limits.page_size:
             raise ValueError(f"{arrival} needs more than {limits.pages} pages of {limits.page_size} tokens")
     scheduler = Scheduler(limits, devices)
-    scheduler.idle_steps = limits.steps if max_wait_s is None else 1  # as Loop does at its start
+    # As Loop does at its start.
+    scheduler.reads_first = max_wait_s is None
+    scheduler.idle_steps = limits.steps if scheduler.reads_first else 1
     if warm:
         scheduler.compiled |= {*limits.row_sizes, *limits.shapes}
     coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))

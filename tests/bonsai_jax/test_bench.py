@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.decoding import sampling
+from bonsai_jax.decoding import sampling, steps
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 from bonsai_jax.weights import memory
@@ -111,9 +111,11 @@ def test_repetitions_start_from_the_same_depth(model):
 def test_gen_is_what_generate_runs(model, monkeypatch):
     """With the default sampling: `generate_tokens` draws the same tokens behind a prompt whose first new
     token is the one that the test begins with."""
-    drawn, decode = [], bench.engine_decode(on_mesh=False)
+    drawn, dispatched = [], bench.as_dispatched
+    decode = dispatched(steps.decode, "state", on_mesh=False)
     noted = lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1]  # noqa: E731
-    monkeypatch.setattr(bench, "engine_decode", lambda on_mesh: noted)
+    watched = lambda f, *rest: noted if f is steps.decode else dispatched(f, *rest)  # noqa: E731
+    monkeypatch.setattr(bench, "as_dispatched", watched)
     test = bench.Test(model, "gen", 6, depth=20)
     for _ in range(2):
         test.run()

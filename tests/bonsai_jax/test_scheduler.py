@@ -247,6 +247,37 @@ def test_one_step_while_a_prompt_is_pending():
     ]
 
 
+def test_all_prompts_that_have_a_row_are_read_before_a_step():
+    """For who wants all answers. c waits for a row; when it has one, b waits for its prompt, too."""
+    s = scheduler(max_batch_size=2, row_sizes=(2,), pages=100, shapes=[(1, 8)])
+    s.reads_first = True
+    requests = add(s, a=(4, 5), b=(24, 30), c=(12, 9))
+    made = [plan(s, requests) for _ in range(5)]
+    assert made == [
+        "a[0:4] in 1x8",
+        "b[0:8] in 1x8",
+        "b[8:16] in 1x8",
+        "b[16:24] in 1x8, ab x4",
+        "c[0:8] in 1x8",
+    ]
+    assert plan(s, requests) == "c[8:12] in 1x8, bc x16"
+
+
+@pytest.mark.parametrize(
+    ("reads_first", "both"),
+    [
+        (False, ["a[0:7] in 4x8, a x9", "b[6:7] c[6:7] in 4x8, bc x9"]),
+        (True, ["a[0:7] in 4x8", "b[6:7] c[6:7] in 4x8, abc x9"]),
+    ],
+)
+def test_a_prompt_that_waits_for_another_s_beginning_is_read_before_a_step(reads_first, both):
+    s = scheduler(pages=100, **TOGETHER)
+    s.reads_first = reads_first
+    same = prompt("a", 6)
+    requests = add(s, a=([*same, 1], 10), b=([*same, 2], 10), c=([*same, 3], 10))
+    assert [plan(s, requests), plan(s, requests)] == both
+
+
 @pytest.mark.parametrize(
     ("idle", "steps", "seconds", "wait", "after"),
     [

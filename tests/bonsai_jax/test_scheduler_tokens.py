@@ -138,8 +138,9 @@ def assert_all_is_back(scheduler: Scheduler) -> None:
     assert sorted(device.free_rows) == list(range(scheduler.limits.max_batch_size)) and not device.running
 
 
+@pytest.mark.parametrize("reads_first", [False, True])
 @pytest.mark.parametrize("reserve, checkpoints", [(False, None), (True, None), (False, 3)])
-def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve, checkpoints):
+def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve, checkpoints, reads_first):
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(1, 23, 30).tolist() for _ in range(4)]
     requests = []
@@ -150,6 +151,7 @@ def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve
         new = int(rng.integers(1, 40))
         requests.append(Request(prompt, new, reusable, priority=int(rng.integers(2))))
     scheduler = Scheduler(limits(reserve=reserve, checkpoints=checkpoints))
+    scheduler.reads_first = reads_first
     device = Device(24, recurrent=checkpoints is not None)
     cancelled = set(rng.integers(0, 1000, 50).tolist())
     run(scheduler, device, requests, lambda r: r.number in cancelled and len(r.said) > 3)
