@@ -44,9 +44,9 @@ class Scheduler:
     """Requests in, plans out.
 
     idle_steps   decode steps of a plan when no prompt is pending and no request waits for a row
-    reads_first  whether no request decodes while others that have a row are read: for who wants all answers.
-                 A step takes as long for a few rows of a program as for all, so these would take steps that
-                 do little. Else each plan that reads has a step, so that no answer waits for another's prompt
+    reads_first  whether no request decodes while the prompts of others that have a row are read, for callers
+                 that wait for all answers: a step takes as long for a few of a program's rows as for all of
+                 them. Else each plan that reads has a step, so that no answer waits for another's prompt
     compiled     members of limits.row_sizes and limits.shapes that have been used
     compiled_split   those that have been used in split plans
     compiled_chained   those of plans with a chain of samplers, split or not

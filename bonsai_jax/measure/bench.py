@@ -51,7 +51,7 @@ BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as
 WARMUP_STEPS = 8  # decode loops of any length are one program, so a short one warms it up
 # How an engine compiles its dispatch. XLA makes no graph of few operations, as which it counts a loop.
 ONE_GRAPH = LOOP_IN_GRAPH | {"xla_gpu_graph_min_graph_size": "1"}
-ONE_BY_ONE = "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: no CUDA graphs, here neither
+ONE_BY_ONE = "--xla_gpu_enable_command_buffer="  # in XLA_FLAGS: no CUDA graphs, and no ONE_GRAPH
 WARMUP_CALLS = 4  # on a GPU the second call creates the CUDA graph
 
 

@@ -152,7 +152,7 @@ def simulate(
 
     limits      those of the engine: Limits.for_engine
     devices     how many share the queue
-    max_wait_s  as for Engine
+    max_wait_s  as for Engine; None: as in `generate`, where nobody waits for a single token
     warm        whether every program is compiled at the start; else the Scheduler decides which are, and
                 compiling takes no time
     Raises ValueError for a request that needs more pages than a device has.

@@ -248,7 +248,7 @@ def test_one_step_while_a_prompt_is_pending():
 
 
 def test_all_prompts_that_have_a_row_are_read_before_a_step():
-    """For who wants all answers. c waits for a row; when it has one, b waits for its prompt, too."""
+    """In `generate`. c waits for a row; when it has one, b waits for its prompt, too."""
     s = scheduler(max_batch_size=2, row_sizes=(2,), pages=100, shapes=[(1, 8)])
     s.reads_first = True
     requests = add(s, a=(4, 5), b=(24, 30), c=(12, 9))
