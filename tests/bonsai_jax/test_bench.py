@@ -108,6 +108,22 @@ def test_repetitions_start_from_the_same_depth(model):
     np.testing.assert_array_equal(test.cache.states["attention"][0].k, first)
 
 
+@pytest.mark.parametrize(
+    ("on_mesh", "flags", "options"),
+    [
+        (False, "", bench.ONE_GRAPH),
+        (True, "", None),
+        (False, f"--xla_gpu_autotune_level=0 {bench.ONE_BY_ONE}", None),  # steps.py --kernels
+    ],
+)
+def test_loops_are_in_one_graph_as_an_engine_s_are(monkeypatch, on_mesh, flags, options):
+    asked = []
+    monkeypatch.setattr(bench.jitted, "donating", lambda *a, **k: asked.append(k["compiler_options"]))
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    bench.as_dispatched.__wrapped__(bench.read_one_by_one, "cache", on_mesh)
+    assert asked == [options]
+
+
 def test_gen_is_what_generate_runs(model, monkeypatch):
     """With the default sampling: `generate_tokens` draws the same tokens behind a prompt whose first new
     token is the one that the test begins with."""

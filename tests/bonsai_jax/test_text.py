@@ -402,3 +402,26 @@ def test_a_context_that_is_the_models_own_is_not_to_be_made_larger():
 
 def test_a_string_of_taps_is_one_name():
     assert bj.Taps("output").read == {"output"}
+
+
+def test_generate_reads_its_prompts_before_it_decodes(monkeypatch):
+    """An engine, whose streams wait for each next token, does not."""
+    plans, plan = [], Scheduler.plan
+
+    def noted(self):
+        if (made := plan(self)) is not None:
+            plans.append((sum(map(len, made.reads)), made.steps))
+        return made
+
+    monkeypatch.setattr(Scheduler, "plan", noted)
+    prompts = [prompt(600, 1), prompt(20, 2), prompt(20, 3)]  # the first takes several chunks
+    bj.generate(tiny(), prompts, max_new_tokens=4, sampling=GREEDY, ignore_eos=True)
+    last = max(i for i, (reads, _) in enumerate(plans) if reads)
+    assert last > 0 and not any(steps for _, steps in plans[:last]) and plans[last][1] > 0
+    del plans[:]
+    with bj.Engine(tiny(), max_batch_size=4, context=1024) as engine:
+        handles = [engine.submit(ids, max_new_tokens=4, sampling=GREEDY, ignore_eos=True) for ids in prompts]
+        for handle in handles:
+            handle.result()
+    last = max(i for i, (reads, _) in enumerate(plans) if reads)
+    assert any(steps for _, steps in plans[:last])
