@@ -6,7 +6,8 @@
 A kernel of our own takes the place of the others (selection.register). It multiplies in float32, but rounds
 activations to 8 bits in groups of `columns`, and with `scales` the weights' scales d as
 pallas_kernels/matmul/bit_mma/group_sums.py does: to 7 bits of the largest of a row's four groups. What the
-output matrix reads, which is in Q8_0, has groups of 32 everywhere. Prints
+output matrix reads, which is in Q8_0, has groups of 32 everywhere. With `rotated` activations are rotated
+before they are rounded, and back, as those of folded weights are. Prints
 KL(exact || rounded) in nats, the mean over the tokens of texts that the model wrote, and its standard error
 over texts. `down 16` stands for 16 bits of what down reads, as steps of up to 8 rows have it.
 
@@ -29,6 +30,7 @@ from pallas_kernels import dequantize, selection
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.precision import EXACT
 from pallas_kernels.problems import Matmul
+from pallas_kernels.rotation import Rotation
 from tests.agreement import divergence, log_softmax
 from tests.gpu.steps import log_p_of_steps
 
@@ -38,25 +40,33 @@ TEXTS, TOKENS = 16, 200  # and of each text
 
 
 class Rounding(NamedTuple):
-    """Columns that share a scale of activations, None where they are not rounded; and the bits of what down
-    reads."""
+    """Columns that share a scale of activations, None where they are not rounded; the bits of what down
+    reads; and whether activations are rotated."""
 
     columns: int | None
     down_bits: int = 8
+    rotated: bool = False
 
     def __str__(self):
         down = f", down {self.down_bits}" * (self.down_bits != 8)
-        return f"groups of {self.columns}{down}" if self.columns else "float32"
+        return f"groups of {self.columns}{down}{', rotated' * self.rotated}" if self.columns else "float32"
 
 
 EXACTLY, AS_LLAMA_CPP = Rounding(None), Rounding(32)
 ROUNDINGS = (EXACTLY, AS_LLAMA_CPP, *map(Rounding, (64, 128, 256)), Rounding(128, 16))
+ROUNDINGS += (Rounding(32, rotated=True), Rounding(128, rotated=True))
 
 
 def rounded_activations(x: Float[Array, "*batch K"], columns: int, bits: int) -> Float[Array, "*batch K"]:
     groups = x.reshape(*x.shape[:-1], -1, columns)
     scale = jnp.maximum(jnp.abs(groups).max(-1, keepdims=True), 1e-20) / (2 ** (bits - 1) - 1)
     return (jnp.round(groups / scale) * scale).reshape(x.shape)
+
+
+def rotation_of(columns: int) -> Rotation:
+    """Of as many columns together as a model's file has, or as divide these."""
+    signs = np.random.default_rng(columns).choice([-1.0, 1.0], columns)
+    return Rotation.from_signs(signs, min(columns & -columns, 1024))
 
 
 def rounded_scales(w: Float[Array, "N K"]) -> Float[Array, "N K"]:
@@ -77,14 +87,17 @@ def simulated(rounding: Rounding, scales: bool) -> Iterator[None]:
         if gamma is not None:
             x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
         dense = [dequantize(w if part_layer is None else w[part_layer]) for w in weights]
-        columns, bits = rounding
+        columns, bits, rotated = rounding
         if weights[0].format != "q1_0":
             columns, bits = columns and 32, 8
         elif scales:
             dense = [rounded_scales(w) for w in dense]
         if columns is not None:
             n, k = weights[0].shape
+            rotation = rotation_of(k)
+            x = rotation(x) if rotated else x
             x = rounded_activations(x, columns, bits if k > n else 8)  # down alone has more inputs
+            x = rotation.back(x) if rotated else x
         y = [jnp.matmul(x, w.T, precision=EXACT) for w in dense]
         out = y[0] if len(y) == 1 else activation(*y)
         return out if residual is None else out + residual

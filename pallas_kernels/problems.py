@@ -21,6 +21,7 @@ class Matmul:
     bits      to which kernels may round activations
     few_rows_bits  the same for up to FEW_ROWS rows (precision.py); None: bits
     mixed     whether other layers of its stack, or what it is joined with, have other formats
+    folded    whether inputs must be rotated before (rotation.py)
 
     run(...) -> norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
     [*batch, N], for x [*batch, K] and a tuple of QTensors. `part_layer` indexes their stacks and `layer`
@@ -36,6 +37,7 @@ class Matmul:
     bits: int = 8
     mixed: bool = False
     few_rows_bits: int | None = None
+    folded: bool = False
 
     def for_rows(self, rows: int) -> "Matmul":
         """The same for this number of rows alone."""

@@ -57,8 +57,13 @@ def _bit_decode(kernel: str, problem: Matmul) -> str | None:
 
 
 def bit_prefill_sm90(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or _family("bit", problem):
+    ternary = formats.is_ternary(problem.format)
+    if reason := _on_hopper(problem) or _family("int" if ternary else "bit", problem):
         return reason
+    if ternary and problem.bits != 8:
+        return f"multiplies ternary weights by 8 bits; {problem.bits} were asked for"
+    if ternary and not problem.folded:  # twice the KL of what llama.cpp rounds to, for 6 % (LOG.md)
+        return "rounds to 8 bits in groups of 128, whose outliers only a rotation takes away"
     return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
 
 

@@ -89,6 +89,11 @@ class Candidate:
         return run(*arguments, **keywords)
 
 
+def _bit_prefill_rows(problem: Matmul) -> Range:
+    """Ternary weights in a mixed stack as for `_int_prefill_rows`."""
+    return 9, STEP_ROWS if problem.mixed and formats.is_ternary(problem.format) else None
+
+
 def _int_prefill_rows(problem: Matmul) -> Range:
     """Activations become float16, which is more precise than 8 bits and less than 16. In a loop over layers
     with mixed formats, which prefill has, XLA branches on the format, and the GPU waits for the host."""
@@ -135,11 +140,12 @@ def _our_own() -> Iterator[Candidate]:
     yield tiled("bit_decode_ring", Matmul, rules.bit_decode_ring, f"{bit}.decode_ring:run", (1, 8))
     yield tiled("bit_decode_s8", Matmul, rules.bit_decode_s8, f"{bit}.decode_s8:run", (3, 8))
     yield tiled("bit_decode_b1", Matmul, rules.bit_decode_b1, f"{bit}.decode_b1:run", (1, 8))
+    bit_prefill = f"{bit}.prefill_sm90:run", _bit_prefill_rows
+    yield tiled("bit_prefill_sm90", Matmul, rules.bit_prefill_sm90, *bit_prefill, offers=("rotates",))
     int_prefill = f"{ints}.prefill_sm90:run", _int_prefill_rows
     yield tiled("int_prefill_sm90", Matmul, rules.int_prefill_sm90, *int_prefill, offers=("rotates",))
     offers = ("rotates", "run_below", "run_and_send")
     yield tiled("int_decode", Matmul, rules.int_decode, f"{ints}.decode:run", (1, 16), offers=offers)
-    yield tiled("bit_prefill_sm90", Matmul, rules.bit_prefill_sm90, f"{bit}.prefill_sm90:run", (9, None))
     cublas = "pallas_kernels.matmul.cublas:run", (9, None)
     yield Candidate("cublas", Matmul, rules.cublas, *cublas, offers=("run_stacks",), detail=_dequantized_by)
     yield xla("cpu", Matmul, rules.cpu_matmul, "pallas_kernels.matmul.cpu:run")
@@ -357,7 +363,8 @@ def for_device(w: QTensor, *, matrices: int = 1, bits: int = 8, impl: str = "aut
     impl      "auto", "reference", "pallas", or the name of a candidate
     Raises ValueError for a name that no candidate has.
     """
-    problem = Matmul(device.platform(), w.format, *w.shape, matrices=matrices, bits=bits)
+    folded = w.rotation is not None
+    problem = Matmul(device.platform(), w.format, *w.shape, matrices=matrices, bits=bits, folded=folded)
     chosen = products(problem, impl)
     return (tile(w) if chosen.tiled else w).replace(products=chosen)
 

@@ -260,6 +260,7 @@ def _piece(
         bits=run.activation_bits,
         few_rows_bits=few_rows_bits(platform, first.stored, run.activation_bits) if behind_gate else None,
         mixed=mixed,
+        folded=first.folded,
     )
     products = selection.products(problem, run.impl)
     matrix = Matrix(tuple(member.field for member in members), problem, products, first.experts)

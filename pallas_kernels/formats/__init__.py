@@ -66,6 +66,11 @@ def family(name: str) -> str | None:
     return "int" if hasattr(get(name), "LANES") else "bit" if hasattr(get(name), "tile") else None
 
 
+def is_ternary(name: str) -> bool:
+    """Whether weights are -d, 0 and d, in tiles of two bits a weight (q2_0_g128.py)."""
+    return family(name) == "int" and getattr(get(name), "LEVELS", None) == 3
+
+
 def unpack(name: str, raw) -> dict[str, jax.Array]:
     """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> {field: [..., K / WEIGHTS, *field shape]}."""
     block = get(name).BLOCK

@@ -8,9 +8,10 @@ rounds activations, then a GEMM with its epilogue. Three modules have these two:
 
 bit_prefill_sm90, for 1-bit weights, has the activations of a decode step, of 8 or 16 bits. With 16 bits, or
 up to 32 rows, only the sums over groups are in another order; else it also rounds the weights' scales to 7
-bits. int_prefill_sm90 is for stacks of one format of 2 to 8 bits. In a decode step's products both have few
-tiles of tokens. Then a tile has as few tokens as there are, and columns are split over blocks too, so that
-all multiprocessors have work (prefill_plan.py).
+bits. It is for ternary weights, too, where activations are rotated and have 8 bits. int_prefill_sm90 is for
+stacks of one format of 2 to 8 bits. In a decode step's products both have few tiles of tokens. Then a tile
+has as few tokens as there are, and columns are split over blocks too, so that all multiprocessors have work
+(prefill_plan.py).
 
 Why the others get float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
 activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:

@@ -46,6 +46,15 @@ def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeyp
     assert problem.widths == (6144,) * 64 and not problem.plain
 
 
+def test_prompts_have_8_bits_where_they_are_rotated(monkeypatch):
+    """Of ternary weights: those of Bonsai 2, but not those of a model that is not folded."""
+    for source, kernel in (("bonsai-2-27b", "bit_prefill_sm90"), ("bonsai-8b", "int_prefill_sm90")):
+        stacks = planned(f"synth:{source}:pq2_0", monkeypatch).stacks
+        matrices = [piece.matrix for stack in stacks for part in stack.parts for piece in part]
+        ternary = [m for m in matrices if m.problem.format == "pq2_0"]
+        assert ternary and {m.products.kernel(512) for m in ternary} == {kernel}
+
+
 FORMATS = ("q1_0", "q4_k", "q4_k_m", "q8_0", "f16")
 LOADED = [(name, format) for name in ("tiny-qwen2", "tiny-llama") for format in FORMATS]
 LOADED += [("bonsai-1.7b", format) for format in ("q1_0", "q4_k_m")]  # a whole step, and a mixture

@@ -1,4 +1,5 @@
-"""Products with 1-bit weights on a GPU, of few rows and of many, against float64."""
+"""Products with 1-bit weights on a GPU, of few rows and of many, and of many with ternary ones whose inputs
+are rotated, against float64."""
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +45,11 @@ def test_the_1_bit_kernel_is_its_definition_on_its_own_integers(N, K, rows, kind
     check(by_kernels(tiled, layer, kind, gamma=gamma, known=True, **more), x, want, 1e-5)
 
 
-def drawn(N: int, K: int, layers: int, kind: str) -> list[QTensor]:
-    """A stack of Q1_0, or two."""
-    keys = map(jax.random.key, range(2 if kind == "gated" else 1))
-    each = [formats.random_fields("q1_0", key, (layers, N, K // 128), 0.0, 0.02) for key in keys]
-    return [QTensor(fields, "q1_0", (N, K)) for fields in each]
+def drawn(N: int, K: int, layers: int, kind: str, format: str = "q1_0") -> list[QTensor]:
+    """A stack of matrices, or two."""
+    keys, blocks = map(jax.random.key, range(2 if kind == "gated" else 1)), K // formats.get(format).WEIGHTS
+    each = [formats.random_fields(format, key, (layers, N, blocks), 0.0, 0.02) for key in keys]
+    return [QTensor(fields, format, (N, K)) for fields in each]
 
 
 def single_bits(K: int) -> QTensor:
@@ -95,14 +96,35 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
     assert off.max() <= 1 and (off > 0).mean() <= 1e-4
 
 
-def with_rounded_scales(dense: np.ndarray) -> np.ndarray:
-    """+-d [N, K] -> +-b D / 127, b = round(d (127 / D)), D the largest d of four groups."""
-    n, columns = dense.shape
-    scales = np.pad(np.abs(dense[:, ::128]), [(0, 0), (0, -columns // 128 % 4)]).reshape(n, -1, 4)
-    largest = np.maximum(scales.max(-1, keepdims=True), 1e-20)
-    factor = (np.float32(127) / largest).astype(np.float64)  # rounded, as the kernel has it
-    rounded = np.rint(scales * factor) * largest / 127
-    return np.sign(dense) * np.repeat(rounded.reshape(n, -1)[:, : columns // 128], 128, axis=1)
+def with_rounded_scales(w: QTensor) -> QTensor:
+    """d -> b D / 127, b = round(d (127 / D)), D the largest |d| of a row's 512 columns."""
+    d, each = np.asarray(w.fields["d"], np.float64), 512 // formats.get(w.format).WEIGHTS
+    *lead, count = d.shape
+    steps = np.pad(d, [(0, 0)] * len(lead) + [(0, -count % each)]).reshape(*lead, -1, each)
+    largest = np.maximum(np.abs(steps).max(-1, keepdims=True), 1e-20)
+    factor = (np.float32(127) / largest.astype(np.float32)).astype(
+        np.float64
+    )  # rounded, as the kernel has it
+    rounded = (np.rint(steps * factor) * largest / 127).reshape(*lead, -1)[..., :count]
+    return w.replace(fields={**w.fields, "d": jnp.asarray(rounded, jnp.float32)})
+
+
+@pytest.mark.parametrize(
+    "format", ["pq2_0", "q2_0_g64", "tq1_0", "tq2_0"]
+)  # a scale for 128, 64, 256 columns
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        *MANY,
+        (4096, 4096, 9, "added"),
+        (5120, 17408, 24, "added"),
+        (5120, 17408, 64, "added"),
+        (5120, 17408, 640, "added"),
+        (6144, 5120, 2048, "normed"),
+    ],
+)
+def test_many_rows_of_ternary_weights_are_their_definition(N, K, rows, kind, format):
+    check_many_rows(N, K, rows, kind, "bit_prefill_sm90", 8, format)
 
 
 @pytest.mark.parametrize(
@@ -121,9 +143,13 @@ def with_rounded_scales(dense: np.ndarray) -> np.ndarray:
     ],
 )
 def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kernel, bits):
+    check_many_rows(N, K, rows, kind, kernel, bits)
+
+
+def check_many_rows(N, K, rows, kind, kernel, bits, format="q1_0"):
     rng = np.random.default_rng(N + rows)
     layers, layer = 3, 2
-    stacks = drawn(N, K, layers, kind)
+    stacks = drawn(N, K, layers, kind, format)
     tiled = [tile(w).replace(products=Products(((None, kernel),), bits)) for w in stacks]
     # Whole numbers, the largest in each group, times a power of two for each row: integers hold them exactly,
     # of 8 bits float16 too.
@@ -135,15 +161,15 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kerne
         x = np.sign(x)  # so that its norm is exact
     residual = rng.standard_normal((rows, N)).astype(np.float32)
     more = {"eps": 1e-6 if kind == "normed" else 0.0, "residual": residual}
-    dense = [np.asarray(dequantize(w[layer])) for w in stacks]
     # The kernel's sums of a group are exact. In the library's, tensor cores cut off what they add to a sum,
     # which shows the more the longer it is, and rows behind a norm are rounded to float16.
-    limit, together = 5e-6, kernel == "bit_prefill_sm90" and bits == 8 and rows > MOST_EXACT
+    limit, ternary = 5e-6, format != "q1_0"
+    together = ternary or (kernel == "bit_prefill_sm90" and bits == 8 and rows > MOST_EXACT)
     if kernel == "cublas":
         limit = limit * max(1, K / 4096) if kind in ("plain", "added") else 1e-3
     if together:
         # Sums begin with 2^23, and a float32 has 24 bits. With exact scales the difference would be 2e-3.
-        limit = 1e-4
-        dense = list(map(with_rounded_scales, dense))
+        limit, stacks = 1e-4, list(map(with_rounded_scales, stacks))
+    dense = [np.asarray(dequantize(w[layer])) for w in stacks]
     want, ones = expected_product(x, dense, kind, **more), np.ones((layers, K), np.float32)
     check(by_kernels(tiled, layer, kind, gamma=ones, known=True, **more), x, want, limit)

@@ -22,6 +22,7 @@ from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, FLOAT16, TF32, check, of_float64, problem
+from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order
 
 pytestmark = pytest.mark.gpu
 
@@ -120,10 +121,15 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
     norm = (jnp.asarray(gamma, jnp.float32), 1, 1e-6) if normed else ()
     got = activations_rotated(jnp.asarray(x), rotation, *norm)
     np.testing.assert_allclose(got, n, atol=2e-6 * np.sqrt((n**2).mean()) * 4)
-    rounded = activations_rotated(jnp.asarray(x), rotation, *norm, rounded=True, group=32)
+    rounded = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="float16", group=32)
     a, scale = (np.float64(v)[:rows] for v in rounded)  # what is behind them means nothing
     a = a * scale[:, None]
     np.testing.assert_allclose(a, in_group_order(n, 32), rtol=2**-10.9, atol=1e-5)
+    integers = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="int8")
+    q, scale = in_order(*integers, rows, columns, TERNARY)
+    groups = n.reshape(rows, -1, 128)
+    np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
+    np.testing.assert_array_less(np.abs(q.reshape(groups.shape) - groups / scale[..., None]), 0.501)
 
 
 @pytest.fixture

@@ -122,8 +122,11 @@ def delta_inputs(tokens, rows=1):
     )  # fmt: skip
 
 
-def many_rows(n, k, matrices, rows, bits=8):
+def many_rows(n, k, matrices, rows, bits=8, format="q1_0"):
     weights = (tiles_of_1_bit(n, k),) * matrices
+    if format != "q1_0":
+        fields = tiles_of(format, n, k, 36)
+        weights = ((fields["words"], fields["d"]),) * matrices
     shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
     q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None

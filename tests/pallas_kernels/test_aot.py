@@ -148,6 +148,17 @@ HOT_ON_HOPPER = {
     "many: qkv, 48 rows": lambda: many_rows(6144, 4096, 1, 48),
     "many: out, 64 rows": lambda: many_rows(4096, 4096, 1, 64),
     "many: out, 16 rows of 16 bits": lambda: many_rows(4096, 4096, 1, 16, bits=16),
+    **{
+        f"many: {format} in 8 bits, {name}": functools.partial(many_rows, *sizes, format=format)
+        for format, name, sizes in (
+            ("pq2_0", "gate and up", (12288, 4096, 2, 2048)),
+            ("pq2_0", "down", (5120, 17408, 1, 2048)),
+            ("pq2_0", "out, 48 rows", (4096, 4096, 1, 48)),
+            ("pq2_0", "gate and up, 16 rows", (17408, 5120, 2, 16)),
+            ("tq1_0", "qkv, 512 rows", (6144, 4096, 1, 512)),
+            ("q2_0_g64", "down", (4096, 12288, 1, 2048)),
+        )
+    },
     "many: q4_k down": lambda: many_rows_of_integers("q4_k", 4096, 12288, 1, 2048),
     "many: q4_k qkv": lambda: many_rows_of_integers("q4_k", 6144, 4096, 1, 2048),
     "many: q4_k out, 512 rows": lambda: many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
@@ -166,8 +177,12 @@ HOT_ON_HOPPER = {
     "rounding, in groups of 32, 28672 wide": lambda: of_rows(
         activations_float16, 512, 28672, normed=False, group=32
     ),
-    "rotated and rounded": lambda: rotated(2048, 5120, rounded=True, group=32),
-    "rotated and rounded, 17408 wide": lambda: rotated(2048, 17408, normed=False, rounded=True, group=32),
+    "rotated and rounded": lambda: rotated(2048, 5120, rounded="float16", group=32),
+    "rotated and rounded to 8 bits": lambda: rotated(2048, 5120, rounded="int8"),
+    "rotated and rounded to 8 bits, 17408 wide": lambda: rotated(2048, 17408, normed=False, rounded="int8"),
+    "rotated and rounded, 17408 wide": lambda: rotated(
+        2048, 17408, normed=False, rounded="float16", group=32
+    ),
     **{
         f"output matrix, {rows} rows of {k}": functools.partial(product, 151680, k, 1, rows, layers=1)
         for rows, k in ((1, 4096), (4, 4096), (8, 4096), (3, 2560))

@@ -109,6 +109,6 @@ def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
         (512, 4096, 4096, 1, 0.95),
         *((m, n, k, 1, 0.7) for m in (16, 64, 256) for n, k in ((6144, 4096), (4096, 4096), (4096, 12288))),
     ]:
-        warpgroups, tokens, splits, _ = bit_prefill_sm90.planned(m, n, k // 512, matrices, planes=1)
+        warpgroups, tokens, splits, *_ = bit_prefill_sm90.planned(m, n, k // 512, matrices, planes=1)
         count = -(-m // tokens) * -(-n // (64 * warpgroups // matrices)) * splits
         assert count / (-(-count // 132) * 132) > least, (m, n, k)

@@ -14,6 +14,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import prefill, prologue
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.bit_mma.weight_bytes import SIGNS, Ternary
 from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
@@ -21,6 +22,7 @@ from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 
+TERNARY = Ternary(2)
 SIZES = np.float32([[1e-6], [3.0], [1e8], [0]])  # of rows
 
 
@@ -80,20 +82,23 @@ def test_rows_in_lockstep_are_normed_as_defined(columns, layer, group):
     assert np.mean(np.asarray(got) != want) < 0.01
 
 
-def by_column(places: np.ndarray) -> np.ndarray:
-    """[.., 128] in the order of activations_int8 -> by columns: place h, p, t, b is column t, h, b, p."""
-    return np.moveaxis(
-        places.reshape(*places.shape[:-1], 2, 4, 4, 4), (-4, -3, -2, -1), (-3, -1, -4, -2)
-    ).reshape(places.shape)
+def by_column(places: np.ndarray, encoding=SIGNS) -> np.ndarray:
+    """[.., 128] in the order of activations_int8 -> by columns: place h, p, t, b is column t, h, b, p; for
+    ternary weights place h, p, u, t, c, f is column f, p, t, h, u, c."""
+    sizes, axes = ((2, 4, 4, 4), (-3, -1, -4, -2))
+    if encoding != SIGNS:
+        sizes, axes = (2, 2, 2, 4, 2, 2), (-3, -5, -2, -4, -1, -6)
+    cut = places.reshape(*places.shape[:-1], *sizes)
+    return np.moveaxis(cut, range(-len(sizes), 0), axes).reshape(places.shape)
 
 
-def in_order(q, scale, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+def in_order(q, scale, rows: int, columns: int, encoding=SIGNS) -> tuple[np.ndarray, np.ndarray]:
     """What activations_int8 makes, as (whole numbers [rows, columns], scales of them [rows, groups])."""
     q, scale = np.asarray(q)[:, :, :rows], np.asarray(scale)
     digits, groups = q.shape[:2]
     m, lane = np.arange(rows), np.arange(8)
     places = q.reshape(digits, groups, rows, 8, 16)[:, :, m[:, None], lane ^ m[:, None] % 8]
-    q = by_column(places.reshape(digits, groups, rows, 128))
+    q = by_column(places.reshape(digits, groups, rows, 128), encoding)
     q = q.swapaxes(1, 2).reshape(digits, rows, -1).astype(np.int64)
     assert (q[:, :, columns:] == 0).all()
     place = m & ~14 | (m & 6) << 1 | (m & 8) >> 2
@@ -104,21 +109,22 @@ def in_order(q, scale, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]
     return q[0, :, :columns], 64 * scale[-1]
 
 
-@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("bits", "encoding"), [(8, SIGNS), (16, SIGNS), (8, TERNARY)])
 @pytest.mark.parametrize("layer", ["no norm", None, 1])
 @pytest.mark.parametrize("columns", [128, 896, 4096, 4736, 12288])  # whole fours of groups, and not
-def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, bits):
+def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, bits, encoding):
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((20, columns)).astype(np.float32) * np.resize(SIZES, (20, 1))
     gamma = rng.uniform(0.5, 2, (2, columns)).astype(np.float32)
     normed = layer != "no norm"
     index = np.int32(layer) if layer == 1 else None
     with lockstep():
-        made = activations_int8.activations_int8(x, *((gamma, index, 1e-6) if normed else ()), bits=bits)
+        norm = (gamma, index, 1e-6) if normed else ()
+        made = activations_int8.activations_int8(x, *norm, bits=bits, encoding=encoding)
     assert (
         made[0].shape == (bits // 8, -(-columns // 512) * 4, 32, 128) and made[1].shape == made[0].shape[:3]
     )
-    q, scale = in_order(*made, 20, columns)
+    q, scale = in_order(*made, 20, columns, encoding)
     groups = (x * gamma[layer or 0] if normed else x).reshape(20, -1, 128)
     largest, top = np.maximum(np.abs(groups).max(-1), np.float32(1e-20)), np.float32(2 ** (bits - 1) - 1)
     np.testing.assert_array_equal(q, np.rint(groups * (top / largest)[..., None]).reshape(20, columns))
@@ -162,14 +168,16 @@ def test_rows_are_the_same_among_more_than_a_step_has():
         np.testing.assert_array_equal(np.asarray(scales)[..., :16], few_scales)
 
 
+@pytest.mark.parametrize("first", [0, 32])
 @pytest.mark.parametrize(("matrices", "added"), [(1, False), (1, True), (2, False)])
-def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
-    """Of a warpgroup: lane 4 g + t of warp w has rows 16 w + g + 8 r and tokens 8 j + 2 t + e of its sums.
-    With two matrices r = 0 is row 8 w + g of the gate, r = 1 the same of the up projection."""
-    tokens, outputs = 64, 64 // matrices
+def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added, first):
+    """All of them, or the last half. Of a warpgroup: lane 4 g + t of warp w has rows 16 w + g + 8 r and
+    tokens 8 j + 2 t + e of its sums. With two matrices r = 0 is row 8 w + g of the gate, r = 1 the same of
+    the up projection."""
+    tokens, outputs, stored = 64, 64 // matrices, 64 - first
     rng = np.random.default_rng(0)
     sums = rng.standard_normal((64, tokens)).astype(np.float32)
-    there = rng.standard_normal((tokens, outputs)).astype(np.float32)
+    there = rng.standard_normal((stored, outputs)).astype(np.float32)
     w, g, t = np.ogrid[:4, :8, :4]
     row, column = 16 * w + g + 0 * t, 2 * t + 0 * w + 0 * g
     by_lane = np.stack(
@@ -177,16 +185,16 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         -1,
     ).reshape(128, -1)
     # Chunk c of 4 outputs of token m lies in place c ^ (m % 8) of the 8 of 32 outputs.
-    m, output = np.ogrid[:tokens, :outputs]
+    m, output = np.ogrid[:stored, :outputs]
     place = (m // 8, output // 32, m % 8, output % 32 // 4 ^ m % 8, output % 4)
-    start = np.zeros((tokens // 8, outputs // 32, 8, 8, 4), np.float32)
+    start = np.zeros((stored // 8, outputs // 32, 8, 8, 4), np.float32)
     start[place] = there
 
     def body(sums_gmem, out_gmem):
         thread = lanes.thread()
         loaded = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
         fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=loaded))
-        bit_prefill_sm90._store((fragment,), out_gmem, SILU if matrices == 2 else None, added)
+        bit_prefill_sm90._store((fragment,), out_gmem, first, SILU if matrices == 2 else None, added)
 
     with lockstep():
         out = jax.new_ref(start.reshape(*start.shape[:3], 32))
@@ -199,6 +207,7 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
     if matrices == 2:
         gate, up = (want.reshape(tokens, 4, 2, 8)[:, :, r].reshape(tokens, 32) for r in (0, 1))
         want = gate / (1 + np.exp(-gate)) * up
+    want = want[first:]
     np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
 
 
@@ -209,7 +218,7 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
 )
 @pytest.mark.parametrize("normed", [False, True])
 def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, normed):
-    """Of few rows and of many, as float32 and as float16 in both orders."""
+    """Of few rows and of many, as float32, as float16 in both orders and as whole numbers."""
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((3, columns)).astype(np.float32) * np.float32([[1e-3], [3.0], [1e4]])
     gamma, signs = rng.uniform(0.5, 2, (2, columns)), rng.choice([-1.0, 1.0], columns)
@@ -227,10 +236,11 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
             many = activations_rotated.activations_rotated(x, rotation, *norm)
         rounded = [
             first_rows(
-                3, activations_rotated.activations_rotated(x, rotation, *norm, rounded=True, group=group)
+                3, activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16", group=group)
             )
             for group in (None, 16, 32)
         ]
+        integers = activations_rotated.activations_rotated(x, rotation, *norm, rounded="int8")
     size = np.linalg.norm(n, axis=-1, keepdims=True) / columns**0.5
     np.testing.assert_allclose(got / size, n / size, atol=2e-6)
     np.testing.assert_array_equal(many, got) if not normed else np.testing.assert_allclose(
@@ -244,3 +254,9 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
         np.testing.assert_allclose(
             np.float64(a) * np.float64(scale)[:, None] / size, want / size, rtol=2**-10.9, atol=2e-6
         )
+    q, scale = in_order(*integers, 3, columns, TERNARY)
+    groups = n.reshape(3, -1, 128)
+    np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
+    # Rounded to the nearest, but where two are as near.
+    np.testing.assert_array_less(np.abs(q.reshape(groups.shape) - groups / scale[..., None]), 0.501)
+    assert (np.abs(q.reshape(groups.shape)).max(-1) == 127).all()

@@ -126,7 +126,7 @@ def test_activations_of_a_gpu_s_gemms(normed, bad):
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
 
     def rotated(x):
-        a, scale = activations_rotated.activations_rotated(x, rotation, *norm, rounded=True)
+        a, scale = activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16")
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
 
     for product in (bytes_of_8, halves, rotated):

@@ -126,6 +126,18 @@ def test_the_table_of_kernels(monkeypatch):
     assert [mixed[rows] for rows in (8, 64, 512)] == ["int_decode", "int_prefill_sm90", "cublas"]
     exact = kernels("q4_k", "sm_90", bits=16)
     assert [exact[rows] for rows in (16, 17, 512)] == ["int_decode"] + ["int_prefill_sm90"] * 2
+    # Ternary weights whose inputs are rotated, in 8 bits.
+    for format, rest, many in (
+        ("pq2_0", {"folded": True}, ["bit_prefill_sm90"] * 2),
+        ("tq1_0", {"folded": True, "mixed": True}, ["bit_prefill_sm90", "cublas"]),
+        ("pq2_0", {"folded": True, "bits": 16}, ["int_prefill_sm90"] * 2),
+        ("pq2_0", {"folded": True, "n": 4000}, ["int_prefill_sm90"] * 2),
+        ("q4_k", {"folded": True}, ["int_prefill_sm90"] * 2),
+        ("pq2_0", {}, ["int_prefill_sm90"] * 2),
+    ):
+        chosen = kernels(format, "sm_90", **rest)
+        assert [chosen[8], chosen[64], chosen[512]] == ["int_decode", *many], (format, rest)
+    assert kernels("pq2_0", "sm_89", folded=True)[9] == "int_decode"
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
     head = kernels("q1_0", "sm_90", n=151669)
     assert [head[rows] for rows in (1, 8, 9)] == ["bit_decode_ring"] * 2 + ["bit_prefill_sm90"]

@@ -1,16 +1,11 @@
 """What prefill_sm90.py makes of four groups of 128 columns: products of bytes by wgmma, and their sums.
 
-wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
-warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
-the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of the same rows. The order of
-columns within a group is free, as long as the activations follow it (activations.py). So every lane makes
-bytes of its own words (`weights_as_bytes`), and nothing is exchanged.
+weight_bytes.py makes bytes of weights. Besides multiplications a product is mostly scales, once for a group,
+output and token. They take instructions, loads from shared memory and power, which limits long prompts
+(benchmarks/LOG.md, 2026-11-29). There are two ways, for weights +-d[n] and activations s[m] q[m]:
 
-Besides multiplications a product is mostly scales, once for a group, output and token. They take
-instructions, loads from shared memory and power, which limits long prompts (benchmarks/LOG.md, 2026-11-29).
-There are two ways, for weights +-d[n] and activations s[m] q[m]:
-
-`add_groups`: exact but for the order of sums. Weights are +-64, and each group has a sum of its own.
+`add_groups`: exact but for the order of sums. Weights are +-64, and each group has a sum of its own. Only for
+weights of 1 bit.
 
     S = sum(+-64 q);  M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23
     y  <-  y + s / 64 (d (M + S) - d M)     an addition and two fma; d has 11 bits, so d M is exact
@@ -49,7 +44,8 @@ from pallas_kernels.gpu.values import (
     select,
 )
 from pallas_kernels.gpu.wgmma import lane
-from pallas_kernels.matmul.bit_mma.activations import GROUP
+from pallas_kernels.matmul.bit_mma.product import GROUP
+from pallas_kernels.matmul.bit_mma.weight_bytes import Encoding
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
 TOP = 127  # b of the largest scale
@@ -63,24 +59,25 @@ COEFFICIENTS = 5  # for each token and four groups: of F_1 .. F_4, and what take
 MOST_EXACT = 32  # tokens of a tile
 
 
-def together(tokens: int, planes: int) -> bool:
-    """Whether tiles of this many tokens use `add_groups_together`. 16-bit activations need exact scales, and
-    with few tokens scaling takes little time."""
-    return planes == 1 and tokens > MOST_EXACT
+def together(tokens: int, planes: int, ternary: bool) -> bool:
+    """Whether tiles of this many tokens use `add_groups_together`, as those of ternary weights always do.
+    16-bit activations need exact scales, and with few tokens scaling takes little time."""
+    return ternary or (planes == 1 and tokens > MOST_EXACT)
 
 
 class Slot:
     """A step's weights and activations in shared memory, as a lane finds them.
 
-    words   ref of uint32 [matrices, tiles, pairs, 128] and
-    d       ref of uint32 [matrices, tiles, pairs, 16]: the weights of all warpgroups
+    words   ref of uint32 [matrices, tiles, pairs, words of a pair of groups] and
+    d       ref of uint32 [matrices, tiles, pairs, scales]: the weights of all warpgroups
     scales  ref of float32 [groups, planes, tokens], s / 64 in the order of activations_int8
     q       refs of int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
     """
 
-    def __init__(self, words, d, scales, q):
-        self.words, self.d, self.scales, self.q = words, d, scales, q
-        self.matrices, self.pairs = words.type.shape[0], words.type.shape[2]
+    def __init__(self, encoding: Encoding, words, d, scales, q):
+        self.encoding, self.words, self.d, self.scales, self.q = encoding, words, d, scales, q
+        self.matrices, _, self.pairs, size = words.type.shape
+        self.vectors = [128 * i for i in range(size // 128)]
         _, self.planes, self.tokens = scales.type.shape
         warp, self.number, self.g, self.t = map(integer, lane())
         warpgroup = integer(lanes.thread()) // 128
@@ -89,16 +86,28 @@ class Slot:
 
     def weights(self, pair: int) -> list[tuple[list, list]]:
         """Of each of a pair of groups the words and the float32 d of this lane's rows: g and g + 8 of a tile,
-        or one of them of both matrices."""
+        or one of them of both matrices. A row may have several of each (`Encoding`)."""
         at = [(w, self.tile, pair) for w in range(self.matrices)]
-        four = [memory.load_words(4, self.words, [*place, self.number * 4]) for place in at]
-        d = [[memory.load(self.d, *place, index(self.g) + 8 * h) for place in at] for h in (0, 1)]
+        vectors = [
+            [memory.load_words(4, self.words, [*place, self.number * 4 + v]) for v in self.vectors]
+            for place in at
+        ]
+        return [(self._words(vectors, group), self._d(at, group)) for group in (0, 1)]
+
+    def _words(self, vectors: list, group: int) -> list[list]:
+        rows = [[self.encoding.row_words(v, group, row) for row in (0, 1)] for v in vectors]
         if self.matrices == 1:
-            return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
-        second, halves = self.half == 1, self.half * 0x2222 + 0x5410
-        words = [[select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
-        # pyrefly: ignore[bad-argument-count]
-        return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
+            return rows[0]
+        return [[select(self.half == 1, *both) for both in zip(*v[::-1], strict=True)] for v in rows]
+
+    def _d(self, at: list, group: int) -> list[list]:
+        places = self.encoding.scale_places(index(self.g), group)
+        words = [[memory.load(self.d, *place, i) for i in places] for place in at]
+        if self.matrices == 2:
+            halves = self.half * 0x2222 + 0x5410
+            # pyrefly: ignore[bad-argument-count]
+            words = [[lanes.chosen_bytes(*both, halves) for both in zip(*words, strict=True)]]
+        return [list(d) for d in zip(*map(lanes.halves, words[0]), strict=True)]
 
     def by_token(self, ref, *at) -> list[list]:
         """Four numbers for each 16 tokens, those of this lane: `each_sum` says which is whose."""
@@ -114,7 +123,7 @@ class Slot:
 
 def add_groups(slot: Slot, sums: list) -> list:
     """This lane's sums, float32, and a step's products."""
-    table, y = signed_table(lanes.in_register(64)), list(sums)
+    tables, y = slot.encoding.tables([lanes.in_register(64)]), list(sums)
 
     def scale(i, d, product):
         less, s = [x * -MAGIC for x in d], slot.by_token(slot.scales, *divmod(i, slot.planes))
@@ -129,8 +138,8 @@ def add_groups(slot: Slot, sums: list) -> list:
             weights = slot.weights(group // 2)
         if plane == 0:
             words, d = weights[group % 2]
-            bytes_ = weights_as_bytes(words, [table, table])
-        pending.append((i, d, multiply(bytes_, q, slot.tokens, unsigned=plane > 0)))
+            bytes_ = _weights_as_bytes(slot.encoding, words, [tables, tables])
+        pending.append((i, [v for (v,) in d], multiply(bytes_, q, slot.tokens, unsigned=plane > 0)))
         if len(pending) > (slot.tokens <= MOST_EXACT):
             i, d_then, product = pending.pop(0)
             scale(i, d_then, arrived(product, len(pending)))
@@ -146,13 +155,13 @@ def add_groups_together(slot: Slot, coefficients, sums: list, largest: list) -> 
     coefficients  ref of float32 [COEFFICIENTS, tokens], what `store_coefficients` makes of the slot's scales
     """
     groups = [group for pair in range(slot.pairs) for group in slot.weights(pair)]
-    now = [maximum(greatest([abs(d[r]) for _, d in groups]), SMALLEST) for r in (0, 1)]
+    now = [maximum(greatest([abs(v) for _, d in groups for v in d[r]]), SMALLEST) for r in (0, 1)]
     factor = [lanes.ratio(TOP, v) for v in now]
 
     def begun(group, running):
         words, d = groups[group]
-        b = [as_word(fma(d[r], factor[r], MAGIC)) for r in (0, 1)]
-        weights = weights_as_bytes(words, [signed_table(v) for v in b])
+        b = [[as_word(fma(v, factor[r], MAGIC)) for v in d[r]] for r in (0, 1)]
+        weights = _weights_as_bytes(slot.encoding, words, list(map(slot.encoding.tables, b)))
         return multiply(weights, slot.q[group], slot.tokens, running)
 
     running = begun(0, [integer(FIRST)] * len(sums))
@@ -187,35 +196,10 @@ def unit_of(largest):
     return largest * (64 / TOP * 2.0 ** -(UNIT + COEFFICIENT))
 
 
-def signed_table(b) -> list:
-    """A number, in the lowest byte of a word -> words of -b and b for `weights_as_bytes`: the byte that three
-    bits of an index choose of two words is b where bit 0, 1 or 2 of it is 1."""
-    less = 0 - b
-    return [
-        (word := lanes.bytes_of(less, b, 0x4040), word),
-        (word := lanes.bytes_of(less, b, 0x4400), word),
-        (lanes.bytes_of(less, b, 0x0000), lanes.bytes_of(less, b, 0x4444)),
-    ]
-
-
-def weights_as_bytes(words, tables) -> list:
-    """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns: byte b
-    of register 2 j + r, j = 4 h + p, is bit 16 h + 4 b + p of row r's word.
-
-    A bit is a weight's sign, and chooses one of the two bytes in a table of its row: the four bytes of a
-    register have the bits of four nibbles, each of which names a byte for `prmt`, whose highest bit has to
-    be 0.
-    """
-    rows = []
-    for word, (by_0, by_1, by_2) in zip(words, tables, strict=True):
-        nibbles = word & 0x77777777, word >> 1 & 0x77777777  # with their bits 0 to 2, and with 1 to 3
-        row = []
-        for shift in (0, 16):
-            low, high = (v >> shift if shift else v for v in nibbles)
-            each = (low, by_0), (low, by_1), (low, by_2), (high, by_2)
-            # pyrefly: ignore[bad-argument-count]
-            row += [lanes.chosen_bytes(*table, selector) for selector, table in each]
-        rows.append(row)
+def _weights_as_bytes(encoding: Encoding, words, tables) -> list:
+    """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns: register
+    2 j + r is row r's register j."""
+    rows = [encoding.registers(*row) for row in zip(words, tables, strict=True)]
     return [register for both in zip(*rows, strict=True) for register in both]
 
 

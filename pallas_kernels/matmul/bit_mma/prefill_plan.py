@@ -16,6 +16,8 @@ from pallas_kernels.matmul.prefill import clocks_of_sums
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 # What a plan takes, as measured on an H200: a step, for each token and warpgroup of it, a tile.
 STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 700, 14, 500
+STORED = 32  # tokens of a tile whose results leave by parts
+BIT_WORDS = 128 + 16  # of a pair of groups, 16 rows, in Q1_0
 
 
 class Plan(NamedTuple):
@@ -25,12 +27,19 @@ class Plan(NamedTuple):
     tokens      of a tile
     splits      of the columns: each makes a part of the sums, the last of fewer steps if they do not divide
     slots       steps in shared memory
+    stored      tokens of a warpgroup's results that leave at a time
     """
 
     warpgroups: int
     tokens: int
     splits: int
     slots: int
+    stored: int
+
+    @property
+    def stages(self) -> int:
+        """Of a warpgroup's results on their way out, of `stored` tokens each."""
+        return min(2, self.tokens // self.stored)
 
 
 class Steps(NamedTuple):
@@ -82,6 +91,7 @@ def planned(
     matrices: int,
     planes: int,
     summed: bool = True,
+    pair_words: int = BIT_WORDS,
 ) -> Plan:
     """What is done soonest on the default device. The sums of a product whose columns are split are added by
     XLA; of SwiGLU they would have to be added before it.
@@ -91,6 +101,7 @@ def planned(
     matrices  2 for SwiGLU
     planes    of 8 bits that activations have
     summed    as for bit_prefill_sm90
+    pair_words  uint32 of 16 rows and a pair of groups, codes and scales
     """
     few, multiprocessors, shared = min(m, 64), device.multiprocessors(), device.shared_bytes()
     tile_shapes = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
@@ -105,19 +116,26 @@ def planned(
         clocks = -(-tiles // multiprocessors) * (-(-steps // splits) * step + TILE_CLOCKS)
         # A reader has a block for each row; fewer rows than multiprocessors are not read faster.
         clocks += clocks_of_sums((m if summed else max(m, multiprocessors)) * n, splits, summed)
-        fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
-        best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
+        # Results leave at once where that leaves room for two steps, one of which is brought meanwhile.
+        plans = (
+            Plan(warpgroups, tokens, splits, slots, stored)
+            for stored in (tokens, min(tokens, STORED))
+            for slots in range(8, 1, -1)
+        )
+        fits = (plan for plan in plans if shared_bytes(plan, matrices, planes, pair_words) <= shared)
+        best.append((clocks, next(fits)))
     return min(best)[1]
 
 
-def shared_bytes(warpgroups: int, tokens: int, slots: int, matrices: int, planes: int) -> int:
-    """Shared memory that a block of threads takes: the scratch of `bit_prefill_sm90`, in its order."""
+def shared_bytes(plan: Plan, matrices: int, planes: int, pair_words: int) -> int:
+    """Shared memory that a block of threads takes: the scratch of `bit_prefill_sm90`."""
+    warpgroups, tokens, _, slots, stored = plan
     pairs = STEP // planes // 2
-    activations, results = slots * STEP * tokens, warpgroups * tokens * 64 // matrices
-    words = slots * 4 * warpgroups * pairs * 128
-    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * words // 8, 4 * slots * 2]
-    barriers = 2 * slots + warpgroups
-    if together(tokens, planes):
+    activations, results = slots * STEP * tokens, warpgroups * plan.stages * stored * 64 // matrices
+    words = slots * 4 * warpgroups * pairs * pair_words
+    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * slots * 2]
+    barriers = 2 * slots + warpgroups * plan.stages
+    if together(tokens, planes, ternary=pair_words > BIT_WORDS):
         buffers.append(4 * slots * COEFFICIENTS * tokens)
         barriers += slots
     return shared_memory.bytes_taken(*buffers, barriers=barriers)

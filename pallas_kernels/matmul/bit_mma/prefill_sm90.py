@@ -1,17 +1,19 @@
-"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights dequantized
-in registers.
+"""Products of many rows with weights of 1 bit (Q1_0) and ternary ones on Hopper's integer tensor cores,
+weights dequantized in registers.
 
-    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m])
+    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(w[n] q[m]),   w = +-1, or -1, 0, 1
 
-group_sums.py says how a lane makes operands of its bits, and how the sums of groups become y: exactly for
-activations of 16 bits and for tiles of up to 32 tokens; else with d rounded to 7 bits of the largest of four.
+weight_bytes.py says how a lane makes operands of its words, and group_sums.py how the sums of groups become
+y: exactly for activations of 16 bits and for tiles of up to 32 tokens, both for 1 bit only; else with d
+rounded to 7 bits of the largest of four groups.
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
 Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three or four warpgroups all but
 one multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of
 the up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a
-step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on:
+in parts of fewer tokens where there is no room for a tile's beside two steps.
 """
 
 import functools
@@ -24,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
+from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import FAST
@@ -42,6 +44,8 @@ from pallas_kernels.matmul.bit_mma.group_sums import (
     unit_of,
 )
 from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Steps, planned
+from pallas_kernels.matmul.bit_mma.weight_bytes import Encoding, Ternary, encoding_of, words_and_scales
+from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 
 RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
@@ -65,7 +69,8 @@ def bit_prefill_sm90(
     q         int8 [bits / 8, G, M, 128] and
     scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 16 or 64, as
               activations_int8 has them
-    weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
+    weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py, q2_0_g128.py) of a
+              multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
@@ -74,14 +79,16 @@ def bit_prefill_sm90(
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    plan = planned(m, n, steps, matrices, planes, summed)
-    warpgroups, tokens, splits, slots = plan
+    encoding, all_pairs = encoding_of(*weights[0]), weights[0][0].shape[2]
+    words_of_pair, d_of_pair = (math.prod(v.shape[2:]) // all_pairs for v in weights[0])
+    plan = planned(m, n, steps, matrices, planes, summed, words_of_pair + d_of_pair)
+    warpgroups, tokens, splits, slots, stored = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
     blocks = min(device.multiprocessors(), math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
-        operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
+        operands += [v.reshape(*words.shape[:3], -1) for v in (words, scales)]
     whole = n + -n % RESULT_COLUMNS  # as TMA counts results
     added, after = (residual, None) if splits == 1 else (None, residual)
     if added is not None:
@@ -89,23 +96,26 @@ def bit_prefill_sm90(
     tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
-        "out_smem": plgpu.SMEM((warpgroups, tokens, wide), jnp.float32, transforms=swizzled(4)),
+        "out_smem": plgpu.SMEM(
+            (warpgroups * plan.stages, stored, wide), jnp.float32, transforms=swizzled(4)
+        ),
         "scale_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens), jnp.float32),
-        "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 128), jnp.uint32),
-        "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 16), jnp.uint32),
+        "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, words_of_pair), jnp.uint32),
+        "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, d_of_pair), jnp.uint32),
         "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
         "weights_full": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots),
-        "residual_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
+        "residual_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * plan.stages),
     }  # fmt: skip
-    if together(tokens, planes):
+    if together(tokens, planes, isinstance(encoding, Ternary)):
         scratch["coefficients_smem"] = plgpu.SMEM((slots, COEFFICIENTS, tokens), jnp.float32)
         scratch["coefficients_full"] = plgpu.Barrier(num_arrivals=1, num_barriers=slots)
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            plan=plan, matrices=matrices, planes=planes, steps=steps, pairs=pairs, grid=grid,
-            blocks=blocks, added=added is not None, activation=activation if matrices == 2 else None,
+            encoding=encoding, plan=plan, matrices=matrices, planes=planes, steps=steps, pairs=pairs,
+            grid=grid, blocks=blocks, added=added is not None,
+            activation=activation if matrices == 2 else None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
@@ -124,13 +134,13 @@ def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_full, free, residual_full,
     coefficients_smem=None, coefficients_full=None,
-    plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
+    encoding, plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
     rows, columns, splits = grid
-    warpgroups, tokens, _, slots = plan
+    warpgroups, tokens, _, slots, stored = plan
     for_products, for_copies = REGISTERS[warpgroups]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
@@ -149,22 +159,31 @@ def _body(
     def _multiply():
         plgpu.set_max_registers(for_products, action="increase")
 
+        stages, firsts = plan.stages, range(0, tokens, stored)  # of the parts of a tile that leave together
+
+        def stage_of(part):
+            return warpgroup * stages + part % stages
+
         def one_tile(i, carry):
-            place = (
-                pl.ds(token_of(i), tokens),
-                pl.ds((column_of(i) * warpgroups + warpgroup) * wide, wide),
-            )
+            def place(part):
+                column = (column_of(i) * warpgroups + warpgroup) * wide
+                return pl.ds(token_of(i) + firsts[part], stored), pl.ds(column, wide)
+
+            def bring_residual(part):
+                stage = stage_of(part)
+                source = residual_gmem.at[place(part)]  # pyrefly: ignore[missing-attribute]
+                plgpu.copy_gmem_to_smem(source, out_smem.at[stage], residual_full.at[stage])
 
             def one_step(step, sums):
                 at = tile_steps.before_tile(sm, i) + step
                 slot = lax.rem(at, slots)
-                if (residual := residual_gmem) is not None:
+                if added:
 
                     @pl.when(step == min(1, tile_steps.each - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        barrier = residual_full.at[warpgroup]
-                        plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], barrier)
+                        for part in range(stages):
+                            bring_residual(part)
 
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_full.at[slot])
@@ -174,19 +193,25 @@ def _body(
                     plgpu.barrier_wait(coefficients_full.at[slot])
                     coefficients = [coefficients_smem.at[slot]]
                 turn = lax.rem(lax.div(at, slots), 2)
-                sums = _add_step(sums, turn, q, *slot_refs, *coefficients)
+                sums = _add_step(sums, turn, encoding, q, *slot_refs, *coefficients)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
             start = _start(tokens, coefficients_smem is not None)
             sums = lax.fori_loop(0, tile_steps.in_tile(sm, i), one_step, start)
-            if added:
-                plgpu.barrier_wait(residual_full.at[warpgroup])
-            else:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _store(sums, out_smem.at[warpgroup], activation, added)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[tile_steps.split(sm, i), *place])
+            for part, first in enumerate(firsts):
+                stage = stage_of(part)
+                if added:
+                    plgpu.barrier_wait(residual_full.at[stage])
+                else:
+                    plgpu.wait_smem_to_gmem(stages - 1, wait_read_only=True)
+                _store(sums, out_smem.at[stage], first, activation, added)
+                plgpu.commit_smem()
+                where = out_gmem.at[tile_steps.split(sm, i), *place(part)]
+                plgpu.copy_smem_to_gmem(out_smem.at[stage], where)
+                if added and part + stages < len(firsts):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    bring_residual(part + stages)
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
@@ -293,7 +318,9 @@ def _start(tokens: int, together: bool) -> tuple:
     return (start, plgpu.layout_cast(jnp.ones(64, jnp.float32), OF_ROWS)) if together else (start,)
 
 
-def _add_step(carry, turn, q_smem, words_smem, d_smem, scale_smem, full_smem, *coefficients_smem):
+def _add_step(
+    carry, turn, encoding: Encoding, q_smem, words_smem, d_smem, scale_smem, full_smem, *coefficients_smem
+):
     """The carry of `_start`, and the products of a step, when its activations are there.
 
     turn  0 or 1, of the slot's barrier full_smem
@@ -312,7 +339,7 @@ def _add_step(carry, turn, q_smem, words_smem, d_smem, scale_smem, full_smem, *c
     )
     def add(ctx, carry, turn, q_smem, refs):
         words_smem, d_smem, scale_smem, full_smem, *coefficients_smem = refs
-        slot = Slot(words_smem, d_smem, scale_smem, q_smem)
+        slot = Slot(encoding, words_smem, d_smem, scale_smem, q_smem)
         sums = [lanes.element(v, e) for v in carry[0].registers.flat for e in (0, 1)]
         memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
         if not coefficients_smem:
@@ -331,9 +358,9 @@ def _sums(y: list, tokens: int):
     return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
 
 
-def _store(carry, out_smem, activation: Activation | None, added: bool):
-    """The sums of a tile, or they + what is there, or the activation of a lane's rows g and g + 8, transposed
-    to out_smem, float32 [tokens, outputs], swizzled."""
+def _store(carry, out_smem, first: int, activation: Activation | None, added: bool):
+    """The sums of a tile's tokens from `first` on, or they + what is there, or the activation of a lane's
+    rows g and g + 8, transposed to out_smem, float32 [tokens, outputs], swizzled."""
 
     matrices = 1 if activation is None else 2
     layouts = (plgpu.Layout.WGMMA, OF_ROWS)[: len(carry)]
@@ -346,6 +373,7 @@ def _store(carry, out_smem, activation: Activation | None, added: bool):
         if largest:
             units = [unit_of(lanes.element(v, 0)) for v in largest[0]]
             values = [[v * units[i % 2] for v in pair] for i, pair in enumerate(values)]
+        values = values[first // 4 :][: 2 * out_smem.type.shape[0]]
         # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
         for e in (0, 1):
             row = t * 2 + e
@@ -367,16 +395,26 @@ def _store(carry, out_smem, activation: Activation | None, added: bool):
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
+    w = weights[0]
     gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
-    return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
+    if w.rotation is not None:
+        return activations_rotated(x, w.rotation, gamma, index, eps, rounded="int8")
+    return activations_int8(
+        x, gamma, index, eps, bits=w.products.activation_bits, rows=rows,
+        encoding=encoding_of(*words_and_scales(w)),
+    )  # fmt: skip
+
+
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """What rounds activations of ternary weights rotates them, too."""
+    return formats.family(format) == "int"
 
 
 def gemm(
     a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
 ) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
-    pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
-    pairs, layer = stacks.whole(pairs, part_layer)
+    pairs, layer = stacks.whole(tuple(map(words_and_scales, weights)), part_layer)
     n = weights[0].shape[0]
     return bit_prefill_sm90(a, scale, pairs, layer, n, residual, activation=activation, summed=summed)
 

@@ -1,14 +1,15 @@
 """Inputs of folded weights (rotation.py), behind RMSNorm where there is one: normed, rotated and, for
-prefill_sm90.py, rounded, by one launch that reads them once (rotated_columns.py).
+products of many rows, rounded, by one launch that reads them once (rotated_columns.py).
 
     n = H(s * P(gamma x)) / sqrt(mean(x^2) + eps): the norm's scalar commutes with all that is linear
 
-Blocks of threads have whole rows, since results are rounded by a row's largest. Of few rows that are not
+Blocks of threads have whole rows, since float16 are scaled by a row's largest. Of few rows that are not
 rounded four warps have a part, and each block sums the squares of all of the row.
 """
 
 import functools
 import operator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +17,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, real, select, sum_of_squares
+from pallas_kernels.gpu.values import index, integer, real, select, sum_of_squares
 from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.bit_mma import activations
+from pallas_kernels.matmul.bit_mma.product import GROUP
+from pallas_kernels.matmul.bit_mma.weight_bytes import merged
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, scale_and_factor, whole_rows
 from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
+from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS
 
@@ -36,25 +41,30 @@ def activations_rotated(
     layer: jax.Array | None = None,
     eps: float = 0.0,
     *,
-    rounded: bool = False,
+    rounded: Literal["float16", "int8"] | None = None,
     group: int | None = None,
 ):
     """rotation(x), or rotation(rms_norm(x; gamma[layer], eps)): float32 [M, K] -> float32 [M, K].
 
     gamma    float32 [L, K]; None for no norm
     layer    int32 []; None for a stack of one
-    rounded  instead (a float16, s float32) of it, as activations_float16 makes them; `group` is its argument
+    rounded  instead of it what a GEMM reads. "float16": (a float16, s float32), as activations_float16 makes
+             them; `group` is its argument. "int8": (q int8, s float32), as activations_int8 makes them for
+             ternary weights
     """
     rows, columns = x.shape
-    places = columns + (-columns % TILE_COLUMNS if rounded and group is not None else 0)
+    whole = {"float16": TILE_COLUMNS if group is not None else 1, "int8": 4 * GROUP, None: 1}[rounded]
+    places = columns + -columns % whole
     chunks, parts = -(-places // CHUNK), 1
-    if not rounded and rows <= prologue.FEW_ROWS:
+    if rounded is None and rows <= prologue.FEW_ROWS:
         warps, parts = WARPS_OF_PART, -(-chunks // WARPS_OF_PART)
     else:
         warps = -(-chunks // -(-chunks // MOST_WARPS))
         warps += -warps % 4
     results = {"n_gmem": jax.ShapeDtypeStruct((rows, columns), jnp.float32)}
-    if rounded:
+    if rounded == "int8":
+        results = activations.results_of(rows, columns)
+    if rounded == "float16":
         stored = rows if group is None else whole_rows(rows)
         results = {
             "a_gmem": jax.ShapeDtypeStruct((stored, places), jnp.float16),
@@ -84,7 +94,7 @@ def activations_rotated(
 
 def _body(
     x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, rotated_smem, shared_smem, block, heads, places, parts,
-    warps, eps, group, n_gmem=None, a_gmem=None, scale_gmem=None,
+    warps, eps, group, n_gmem=None, a_gmem=None, q_gmem=None, scale_gmem=None,
 ):  # fmt: skip
     columns = x_gmem.type.shape[1]
     row, part = lanes.block() // parts, lanes.block() % parts
@@ -113,13 +123,16 @@ def _body(
         else:
             squares = functools.reduce(operator.add, [values[LANES] for values in rotated])
         squares = lanes.warp_sum_real(squares)
-    if n_gmem is not None:
+    if a_gmem is None:
         factor = None
         if squares is not None:
             (squares,) = prologue.over_warps(shared_smem, warp, (squares, operator.add))
             factor = inverse_rms(squares, columns, eps)
         for chunk, values in zip(own_chunks, n, strict=True):
             start = (chunk * LANES + lane) * LANES
+            if q_gmem is not None:
+                _store_integers(values, factor, row, start, places, q_gmem, scale_gmem)
+                continue
             values = values if factor is None else [v * factor for v in values]
             with lanes.when(start < columns):
                 for i in range(0, LANES, 4):
@@ -136,6 +149,23 @@ def _body(
                 at = [_column_of(first + i, group) for i in range(WIDTH)]
                 pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
                 memory.store_halves(pairs, a_gmem, [row, start + first])
+
+
+def _store_integers(values: list, factor, row, start, places: int, q_gmem, scale_gmem):
+    """A lane's 32 neighbouring columns in 8 bits, by the largest of its group's four lanes."""
+    lane, m, top = integer(lanes.thread()) % LANES, integer(row), 127
+    largest = largest_of_group(values, lambda v: lanes.largest_of_warp(v, GROUP // LANES))
+    # Columns 8 t + 4 h + (2 u + c) of 32 number 2 f + p (weight_bytes.py).
+    words = [merged(word, 2) for word in packed_digits(magic_words(values, top, largest), 0)]
+    group, p, f = index(integer(start) // GROUP), lane % 2, lane // 2 % 2
+    with lanes.when(start < places):
+        for h in (0, 1):
+            place = activations.place_of_piece(4 * h + 2 * p + f, m)
+            memory.store_bytes(words[h::2], q_gmem, [0, group, row, place])
+        with lanes.when(lane % (GROUP // LANES) == 0):
+            scale = largest * (1 / top)
+            scale = scale if factor is None else scale * factor
+            memory.store(scale * (1 / 64), scale_gmem, 0, group, activations.place_of_scale(m))
 
 
 def _squares_of_row(x_gmem, row, thread, threads: int):

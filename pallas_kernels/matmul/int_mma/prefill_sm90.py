@@ -386,7 +386,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     if (rotation := weights[0].rotation) is not None:
         assert not others
-        return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
+        return activations_rotated(x, rotation, gamma, index, eps, rounded="float16", group=group)
     group = (group, *others) if others else group
     return activations_float16(x, gamma, index, eps, group=group, rows=rows)
 
