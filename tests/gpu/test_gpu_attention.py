@@ -197,7 +197,7 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
     [
         *PREFILL,
         (1024, None, None, (8, 4, 256), 2500, 64),
-        (4096, 144**-0.5, 50.0, (32, 16, 128), 9000, 64),
+        (4096, 144**-0.5, 50.0, (4, 2, 128), 9000, 64),  # with 32 heads numpy would take minutes
     ],
 )
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])

@@ -57,7 +57,7 @@ def bit_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layer: jax.Array,
+    layer: jax.Array | None,
     n: int,
     residual: jax.Array | None = None,
     *,
@@ -71,7 +71,7 @@ def bit_prefill_sm90(
               activations_int8 has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py, q2_0_g128.py) of a
               multiple of 64 rows
-    layer     int32 [], the index into them
+    layer     int32 [], the index into them; None for stacks of one
     n         outputs
     residual  float32 [at most M, n]
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
@@ -86,7 +86,7 @@ def bit_prefill_sm90(
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
     blocks = min(device.multiprocessors(), math.prod(grid))
-    operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
+    operands = [q, scale, *([] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)])]
     for words, scales in weights:
         operands += [v.reshape(*words.shape[:3], -1) for v in (words, scales)]
     whole = n + -n % RESULT_COLUMNS  # as TMA counts results
@@ -114,7 +114,7 @@ def bit_prefill_sm90(
         functools.partial(
             _body,
             encoding=encoding, plan=plan, matrices=matrices, planes=planes, steps=steps, pairs=pairs,
-            grid=grid, blocks=blocks, added=added is not None,
+            grid=grid, blocks=blocks, indexed=layer is not None, added=added is not None,
             activation=activation if matrices == 2 else None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
@@ -131,11 +131,12 @@ def bit_prefill_sm90(
 
 
 def _body(
-    q_gmem, scale_gmem, layer_gmem, *refs,
+    q_gmem, scale_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_full, free, residual_full,
     coefficients_smem=None, coefficients_full=None,
-    encoding, plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
+    encoding, plan, matrices, planes, steps, pairs, grid, blocks, indexed, added, activation,
 ):  # fmt: skip
+    layer_gmem, *refs = refs if indexed else (None, *refs)
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
@@ -215,12 +216,12 @@ def _body(
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(warpgroup == warpgroups)
     def _bring():
         plgpu.set_max_registers(for_copies, action="decrease")
-        layer = layer_gmem[0]
+        layer = 0 if layer_gmem is None else layer_gmem[0]
         lag = max(slots - 2, 0)  # steps: coefficients are needed when the products before them are done
 
         def make_coefficients(at):
@@ -414,7 +415,7 @@ def gemm(
     a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
 ) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
-    pairs, layer = stacks.whole(tuple(map(words_and_scales, weights)), part_layer)
+    pairs, layer = stacks.narrowed(tuple(map(words_and_scales, weights)), part_layer)
     n = weights[0].shape[0]
     return bit_prefill_sm90(a, scale, pairs, layer, n, residual, activation=activation, summed=summed)
 

@@ -57,7 +57,7 @@ def int_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
-    layer: jax.Array,
+    layer: jax.Array | None,
     n: int,
     residual: jax.Array | None = None,
     listed: tuple[jax.Array, jax.Array] | None = None,
@@ -73,7 +73,7 @@ def int_prefill_sm90(
               activations_float16 makes it; M a multiple of 8
     scale     float32 [M], s
     weights   of W, or of G and U: the fields that the format's `tile` makes, stacked by layer
-    layer     int32 [], the index into them
+    layer     int32 [], the index into them; None for stacks of one
     n         outputs
     residual  float32 [M or fewer, n]
     listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix among the
@@ -101,7 +101,7 @@ def int_prefill_sm90(
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     assert m % 8 == 0, f"int_prefill_sm90: {m} rows are no multiple of 8"
     whole = n + -n % 32
-    operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
+    operands = [a, scale, *([] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)])]
     operands += listed or ()
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
     added, after = (residual, None) if splits == 1 else (None, residual)
@@ -110,7 +110,8 @@ def int_prefill_sm90(
     body = functools.partial(
         _body,
         format_lanes=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added is not None, tiles_of=tiles_of,
+        pairs=pairs, matrices=len(weights), indexed=layer is not None, added=added is not None,
+        tiles_of=tiles_of,
         activation=activation if len(weights) == 2 else None,
     )  # fmt: skip
     scratch = {
@@ -158,12 +159,13 @@ def _by_lanes(field: jax.Array) -> jax.Array:
 
 
 def _body(
-    a_gmem, scale_gmem, layer_gmem, *refs,
+    a_gmem, scale_gmem, *refs,
     a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
-    format_lanes, names, shapes, plan, grid, pairs, matrices, added, tiles_of, activation,
+    format_lanes, names, shapes, plan, grid, pairs, matrices, indexed, added, tiles_of, activation,
 ):  # fmt: skip
     refs = list(refs)
+    layer_gmem = refs.pop(0) if indexed else [0]
     list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if tiles_of else (None, None)
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
@@ -410,7 +412,7 @@ def gemm(
     a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
 ) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
-    fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
+    fields, layer = stacks.narrowed(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
     return int_prefill_sm90(
         a, scale, fields, layer, n, residual, format=format, activation=activation, summed=summed
