@@ -28,9 +28,6 @@ PADDED = 2.8  # times the cost of the best shape, per token read, is paid rather
 # takes about as long as a step of all rows, and saves one step of one row for each token.
 FORCED_CHUNK = 4
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
-# Decode steps of the last plan of so many rows or more: while the host makes text of its tokens, about 3 us
-# each, the device has nothing left to do.
-LAST_STEPS, MANY_ROWS = 16, 8
 
 
 class Device:
@@ -408,7 +405,7 @@ class Scheduler:
         lefts = [left for pairs in writers for _, left in pairs]
         if not lefts:
             return [[] for _ in writers], 0
-        steps = self._most_steps(lefts)
+        steps = min(self._step_limit(min(lefts)), max(lefts))
         growths = [self._growths(pairs, steps) for pairs in writers]
         while steps > 1 and any(map(_short_of_pages, self.devices, growths)):
             steps //= 2
@@ -431,19 +428,17 @@ class Scheduler:
                     request.flights.append((min(steps, left), self._most(request, left, steps)))
         return [[r for r, _ in pairs] for pairs in writers], steps
 
-    def _most_steps(self, lefts: list[int]) -> int:
-        """Decode steps of the next plan for rows that have so many left, if there are pages: 1 while prompts
-        are pending or steps are split; while requests wait for a row, about as many as the row nearest to its
-        end has left; else idle_steps, but of many rows the last few are a plan of their own."""
-        last = max(lefts)
-        if self.constrained or self._is_reading:
+    def _step_limit(self, least_left: int) -> int:
+        """Most decode steps of the next plan: 1 while prompts are pending or steps are split; while requests
+        wait for a row, about as many as the row nearest to its end has left; else idle_steps."""
+        if self.constrained:
+            return 1
+        if self._is_reading:
             return 1
         if self.waiting:
             least, most = WAITING_STEPS
-            return min(max(least, min(lefts)), most, last)
-        if len(lefts) >= MANY_ROWS and LAST_STEPS < last <= self.idle_steps:
-            return last - LAST_STEPS
-        return min(self.idle_steps, last)
+            return min(max(least, least_left), most)
+        return self.idle_steps
 
     def _most(self, request: Request, left: int, steps: int) -> int:
         """Most tokens that a row can draw in this many steps."""

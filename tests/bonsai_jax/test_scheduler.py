@@ -279,26 +279,6 @@ def test_a_prompt_that_waits_for_another_s_beginning_is_read_before_a_step(reads
 
 
 @pytest.mark.parametrize(
-    ("rows", "left", "steps"),
-    [
-        (8, 100, [64, 20, 16]),
-        (8, 64, [48, 16]),
-        (8, 65, [64, 1]),
-        (8, 16, [16]),
-        (8, 17, [1, 16]),
-        (7, 64, [64]),  # few tokens
-    ],
-)
-def test_the_last_steps_of_many_rows_are_a_plan_of_their_own(rows, left, steps):
-    """So that the device works while the host makes text of the tokens before them."""
-    s = scheduler(max_batch_size=8, row_sizes=(8,), pages=1000, steps=64, shapes=[(8, 4)])
-    s.reads_first = True
-    add(s, **dict.fromkeys("abcdefgh"[:rows], (4, left + 1)))
-    made = [each for _ in range(5) if (each := s.plan()) and each.steps]
-    assert [each.steps for each in made] == steps
-
-
-@pytest.mark.parametrize(
     ("idle", "steps", "seconds", "wait", "after"),
     [
         (4, 4, 0.02, 0.1, 8),  # 10 would fit; at most twice as many as before
