@@ -2,7 +2,8 @@
 
     d f16 | qs 32 bytes: bits 2(j % 4) of byte j / 4 are weight j
 
-The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as the formula says.
+The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as the formula says. In products of
+many rows with rotated inputs it is taken for 0 (matmul/bit_mma/weight_bytes.py).
 """
 
 import dataclasses

@@ -11,6 +11,7 @@ import pytest
 from pallas_kernels import Products, QTensor, formats, matmul
 from pallas_kernels.matmul import prefill
 from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.bit_mma.weight_bytes import words_and_scales
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
 from pallas_kernels.qtensor import tile
@@ -112,3 +113,28 @@ def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
         warpgroups, tokens, splits, *_ = bit_prefill_sm90.planned(m, n, k // 512, matrices, planes=1)
         count = -(-m // tokens) * -(-n // (64 * warpgroups // matrices)) * splits
         assert count / (-(-count // 132) * 132) > least, (m, n, k)
+
+
+@pytest.mark.parametrize("format", ["q1_0", "pq2_0", "q2_0_g64", "tq1_0"])
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(16, 64, 256), (48, 5120, 17408), (64, 12288, 4096), (2048, 5120, 5120)]
+)
+def test_every_plan_of_bytes_fits_into_shared_memory(format, matrices, m, n, k):
+    """Each buffer begins at a multiple of 1,024 bytes. Results of a tile leave by parts of one size."""
+    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
+    words, scales = (math.prod(v.shape) for v in words_and_scales(QTensor(fields, format, (16, 256))))
+    plan = bit_prefill_sm90.planned(m, n, -(-k // 512), matrices, planes=1, pair_words=(words, scales))
+    warpgroups, tokens, splits, slots, stored = plan
+    rows, stages = 64 * warpgroups, min(2, tokens // stored)
+    buffers = [
+        *(
+            slots * 4 * tokens * 128,
+            slots * 4 * tokens * 4,
+            warpgroups * stages * stored * 64 // matrices * 4,
+        ),
+        *(slots * rows // 16 * 2 * each * 4 for each in (words, scales)),
+        *(slots * 8, slots * 5 * tokens * 4 * (format != "q1_0" or tokens > 32)),
+    ]
+    assert sum(-(-each // 1024) * 1024 for each in buffers) + 256 <= 227 * 1024
+    assert slots >= 2 and tokens % stored == 0 and (matrices == 1 or splits == 1)

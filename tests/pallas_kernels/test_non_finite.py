@@ -25,7 +25,7 @@ from pallas_kernels.matmul.int_mma import decode as int_decode
 from tests.pallas_kernels import test_cpu, test_lockstep_layers
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
-from tests.pallas_kernels.test_lockstep_rows import in_order
+from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order
 
 BAD = (np.nan, np.inf, -np.inf)
 WARNINGS = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of such numbers in lockstep
@@ -121,6 +121,11 @@ def test_activations_of_a_gpu_s_gemms(normed, bad):
         q, scale = in_order(q, scale, len(x), 512)
         return (q.reshape(len(x), -1, 128) * scale[:, :, None]).reshape(x.shape)
 
+    def rotated_bytes(x):
+        made = activations_rotated.activations_rotated(x, rotation, *norm, rounded="int8")
+        q, scale = in_order(*made, len(x), 512, TERNARY)
+        return (q.reshape(len(x), -1, 128) * scale[:, :, None]).reshape(x.shape)
+
     def halves(x):
         a, scale = activations_float16.activations_float16(x, *norm)
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
@@ -129,7 +134,7 @@ def test_activations_of_a_gpu_s_gemms(normed, bad):
         a, scale = activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16")
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
 
-    for product in (bytes_of_8, halves, rotated):
+    for product in (bytes_of_8, rotated_bytes, halves, rotated):
         x = np.random.default_rng(0).standard_normal((3, 512)).astype(np.float32)
         x[1, 509] = bad
         with lockstep():

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import get_args
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from checkpoints.synth import MODELS
-from pallas_kernels import attend, device, formats, matmul, quantize, refusals, selection
+from pallas_kernels import Rotation, attend, device, formats, matmul, quantize, refusals, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
 from pallas_kernels.selection import choose, explain, for_device, products
 from pallas_kernels.step import experts_plan, int_layers_plan
+from tests.pallas_kernels.stacks import drawn
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
@@ -138,6 +140,10 @@ def test_the_table_of_kernels(monkeypatch):
         chosen = kernels(format, "sm_90", **rest)
         assert [chosen[8], chosen[64], chosen[512]] == ["int_decode", *many], (format, rest)
     assert kernels("pq2_0", "sm_89", folded=True)[9] == "int_decode"
+    matrix = drawn("pq2_0", (64, 1024)).blocks
+    rotation = Rotation.from_signs(np.ones(1024), 1024)
+    for own, many in ((rotation, "bit_prefill_sm90"), (None, "int_prefill_sm90")):
+        assert for_device(matrix.replace(rotation=own)).products.kernel(64) == many
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
     head = kernels("q1_0", "sm_90", n=151669)
     assert [head[rows] for rows in (1, 8, 9)] == ["bit_decode_ring"] * 2 + ["bit_prefill_sm90"]

@@ -48,11 +48,11 @@ def activations_int8(
     """float32 [M, K] -> (q int8 [bits / 8, G, M', 128], s / 64 float32 [bits / 8, G, M']), in the order
     above.
 
-    x      or Parts: then their sum, float32 [M, K], is returned too
-    gamma  float32 [L, K], of which gamma[layer] counts; None for no norm
-    layer  int32 []; None for a stack of one
-    bits   8 or 16
-    rows   M, where x has more
+    x         or Parts: then their sum, float32 [M, K], is returned too
+    gamma     float32 [L, K], of which gamma[layer] counts; None for no norm
+    layer     int32 []; None for a stack of one
+    bits      8 or 16
+    rows      M, where x has more
     encoding  of the weights, whose order of columns the activations follow
 
     K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 64, or to 16 below that;
@@ -151,6 +151,5 @@ def _quantize(x: list, bits: int):
     top = 2 ** (bits - 1) - 1
     largest = largest_of_group(x, lanes.largest_of_warp)
     q = magic_words(x, top, largest)
-    return [word for digit in reversed(range(bits // 8)) for word in packed_digits(q, digit)], largest * (
-        1 / top
-    )
+    words = [word for digit in reversed(range(bits // 8)) for word in packed_digits(q, digit)]
+    return words, largest * (1 / top)

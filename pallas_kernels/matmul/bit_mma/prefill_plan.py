@@ -17,7 +17,7 @@ STEP = 4  # products of a step: of as many groups with 8 bits, of half as many w
 # What a plan takes, as measured on an H200: a step, for each token and warpgroup of it, a tile.
 STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 700, 14, 500
 STORED = 32  # tokens of a tile whose results leave by parts
-BIT_WORDS = 128 + 16  # of a pair of groups, 16 rows, in Q1_0
+BIT_WORDS = 128, 16  # of codes and of scales, in 16 rows and a pair of groups of Q1_0
 
 
 class Plan(NamedTuple):
@@ -91,17 +91,17 @@ def planned(
     matrices: int,
     planes: int,
     summed: bool = True,
-    pair_words: int = BIT_WORDS,
+    pair_words: tuple[int, int] = BIT_WORDS,
 ) -> Plan:
     """What is done soonest on the default device. The sums of a product whose columns are split are added by
     XLA; of SwiGLU they would have to be added before it.
 
-    m         rows, padded as activations_int8 does
-    steps     of STEP products along the columns
-    matrices  2 for SwiGLU
-    planes    of 8 bits that activations have
-    summed    as for bit_prefill_sm90
-    pair_words  uint32 of 16 rows and a pair of groups, codes and scales
+    m           rows, padded as activations_int8 does
+    steps       of STEP products along the columns
+    matrices    2 for SwiGLU
+    planes      of 8 bits that activations have
+    summed      as for bit_prefill_sm90
+    pair_words  of codes and of scales, uint32, in 16 rows and a pair of groups
     """
     few, multiprocessors, shared = min(m, 64), device.multiprocessors(), device.shared_bytes()
     tile_shapes = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
@@ -127,15 +127,15 @@ def planned(
     return min(best)[1]
 
 
-def shared_bytes(plan: Plan, matrices: int, planes: int, pair_words: int) -> int:
+def shared_bytes(plan: Plan, matrices: int, planes: int, pair_words: tuple[int, int]) -> int:
     """Shared memory that a block of threads takes: the scratch of `bit_prefill_sm90`."""
     warpgroups, tokens, _, slots, stored = plan
     pairs = STEP // planes // 2
     activations, results = slots * STEP * tokens, warpgroups * plan.stages * stored * 64 // matrices
-    words = slots * 4 * warpgroups * pairs * pair_words
-    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * slots * 2]
+    words = [slots * 4 * warpgroups * pairs * each for each in pair_words]
+    buffers = [activations * GROUP, 4 * results, 4 * activations, *(4 * each for each in words), 8 * slots]
     barriers = 2 * slots + warpgroups * plan.stages
-    if together(tokens, planes, ternary=pair_words > BIT_WORDS):
+    if together(tokens, planes, ternary=pair_words != BIT_WORDS):
         buffers.append(4 * slots * COEFFICIENTS * tokens)
         barriers += slots
     return shared_memory.bytes_taken(*buffers, barriers=barriers)

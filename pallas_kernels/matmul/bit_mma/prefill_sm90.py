@@ -81,7 +81,7 @@ def bit_prefill_sm90(
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
     encoding, all_pairs = encoding_of(*weights[0]), weights[0][0].shape[2]
     words_of_pair, d_of_pair = (math.prod(v.shape[2:]) // all_pairs for v in weights[0])
-    plan = planned(m, n, steps, matrices, planes, summed, words_of_pair + d_of_pair)
+    plan = planned(m, n, steps, matrices, planes, summed, (words_of_pair, d_of_pair))
     warpgroups, tokens, splits, slots, stored = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
@@ -96,9 +96,7 @@ def bit_prefill_sm90(
     tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
-        "out_smem": plgpu.SMEM(
-            (warpgroups * plan.stages, stored, wide), jnp.float32, transforms=swizzled(4)
-        ),
+        "out_smem": plgpu.SMEM((warpgroups * plan.stages, stored, wide), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens), jnp.float32),
         "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, words_of_pair), jnp.uint32),
         "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, d_of_pair), jnp.uint32),
@@ -159,7 +157,6 @@ def _body(
     @pl.when(warpgroup < warpgroups)
     def _multiply():
         plgpu.set_max_registers(for_products, action="increase")
-
         stages, firsts = plan.stages, range(0, tokens, stored)  # of the parts of a tile that leave together
 
         def stage_of(part):
