@@ -6,10 +6,11 @@
 A kernel of our own takes the place of the others (selection.register). It multiplies in float32, but rounds
 activations to 8 bits in groups of `columns`, and with `scales` the weights' scales d as
 pallas_kernels/matmul/bit_mma/group_sums.py does: to 7 bits of the largest of a row's four groups. What the
-output matrix reads, which is in Q8_0, has groups of 32 everywhere. With `rotated` activations are rotated
-before they are rounded, and back, as those of folded weights are. Prints
-KL(exact || rounded) in nats, the mean over the tokens of texts that the model wrote, and its standard error
-over texts. `down 16` stands for 16 bits of what down reads, as steps of up to 8 rows have it.
+output matrix reads, which is in Q8_0, has groups of 32 everywhere. `rotated` means that a Hadamard transform
+of 512 values comes before the rounding and its inverse behind it; inputs of folded weights are transformed
+like that (rotation.py). `down 16` stands for 16 bits of what down reads, as steps of up to 8 rows have it.
+Prints KL(exact || rounded) in nats, the mean over the tokens of texts that the model wrote, and its standard
+error over texts.
 
 With --steps it prints the same of decode steps through this device's own kernels, for each number of rows,
 and its ratio to that of 32 columns with exact scales, which llama.cpp has.
@@ -40,8 +41,12 @@ TEXTS, TOKENS = 16, 200  # and of each text
 
 
 class Rounding(NamedTuple):
-    """Columns that share a scale of activations, None where they are not rounded; the bits of what down
-    reads; and whether activations are rotated."""
+    """How activations are rounded.
+
+    columns    that share a scale; None: activations are not rounded
+    down_bits  bits of what down reads; others have 8
+    rotated    whether a Hadamard transform comes before, and its inverse behind it
+    """
 
     columns: int | None
     down_bits: int = 8
@@ -64,7 +69,8 @@ def rounded_activations(x: Float[Array, "*batch K"], columns: int, bits: int) ->
 
 
 def rotation_of(columns: int) -> Rotation:
-    """Of as many columns together as a model's file has, or as divide these."""
+    """With random signs. It transforms 1,024 columns together, as Bonsai 2 does, or the largest power of two
+    that divides their number: 512 with the story model."""
     signs = np.random.default_rng(columns).choice([-1.0, 1.0], columns)
     return Rotation.from_signs(signs, min(columns & -columns, 1024))
 
@@ -89,7 +95,7 @@ def simulated(rounding: Rounding, scales: bool) -> Iterator[None]:
         dense = [dequantize(w if part_layer is None else w[part_layer]) for w in weights]
         columns, bits, rotated = rounding
         if weights[0].format != "q1_0":
-            columns, bits = columns and 32, 8
+            columns, bits, rotated = columns and 32, 8, False
         elif scales:
             dense = [rounded_scales(w) for w in dense]
         if columns is not None:

@@ -63,7 +63,7 @@ def bit_prefill_sm90(problem: Matmul) -> str | None:
     if ternary and problem.bits != 8:
         return f"multiplies ternary weights by 8 bits; {problem.bits} were asked for"
     if ternary and not problem.folded:  # twice the KL of what llama.cpp rounds to, for 6 % (LOG.md)
-        return "rounds to 8 bits in groups of 128, whose outliers only a rotation takes away"
+        return "rounds inputs to 8 bits with one scale for 128 columns: accurate only where they are rotated"
     return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
 
 

@@ -9,6 +9,8 @@ A format module defines
                  them. A function, for a field whose bytes are not all valid, or that stores its scale in
                  another way: key, shape [..., *field shape], standard deviation float32 [...] -> the field
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
+    LEVELS       how many values a weight has, times the scale of its block: 2 (-1, 1) or 3 (-1, 0, 1); absent
+                 in other formats
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder, or one that
                  needs an importance matrix
     quantize_weighted  float32 [..., blocks of a row, WEIGHTS] and importance of the columns, which has this

@@ -73,7 +73,8 @@ def in_lane_order(made: list[np.ndarray]) -> np.ndarray:
 
 
 def rounded(d: np.ndarray, each: int) -> np.ndarray:
-    """Scales of so many columns to 7 bits of the largest of a row's four groups."""
+    """Scales, each of so many columns, rounded as the kernel does: to 7 bits of the largest of a row's 512
+    columns."""
     steps_of_rows = d.reshape(len(d), -1, 128 * GROUPS // each)
     largest = np.maximum(np.abs(steps_of_rows).max(-1, keepdims=True), group_sums.SMALLEST)
     factor = (np.float32(127) / largest.astype(np.float32)).astype(np.float64)

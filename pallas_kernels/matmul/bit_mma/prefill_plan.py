@@ -116,7 +116,8 @@ def planned(
         clocks = -(-tiles // multiprocessors) * (-(-steps // splits) * step + TILE_CLOCKS)
         # A reader has a block for each row; fewer rows than multiprocessors are not read faster.
         clocks += clocks_of_sums((m if summed else max(m, multiprocessors)) * n, splits, summed)
-        # Results leave at once where that leaves room for two steps, one of which is brought meanwhile.
+        # Two steps must fit, so that one arrives while the other is multiplied. If a whole tile's results do
+        # not fit beside them, they leave in parts.
         plans = (
             Plan(warpgroups, tokens, splits, slots, stored)
             for stored in (tokens, min(tokens, STORED))

@@ -405,7 +405,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
 
 def rotates(format: str, columns: int, rows: int) -> bool:
     """What rounds activations of ternary weights rotates them, too."""
-    return formats.family(format) == "int"
+    return formats.is_ternary(format)
 
 
 def gemm(
