@@ -137,7 +137,7 @@ def refuses(
         return "gate and up have different formats"
     for phase in phases if rotated else ():
         for format in phase.formats:
-            if not int_decode.rotates(format, phase.columns, rows):
+            if not int_decode.blocks_rotate(format, phase.columns, rows):
                 return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
     if plan(phases, rows, 0.0, rotated, post_norms=post_norms) is None:
         stream = f" and {rows} of the residual stream" * post_norms

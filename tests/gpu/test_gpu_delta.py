@@ -14,15 +14,17 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from checkpoints import synth
-from pallas_kernels import Rotation
+from pallas_kernels import SILU, Rotation
 from pallas_kernels.delta import STEP_TOKENS, delta_net, replay
+from pallas_kernels.matmul.int_mma import decode
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
+from pallas_kernels.qtensor import Products
 from tests.agreement import divergence, log_softmax
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
-from tests.pallas_kernels.stacks import sylvester
+from tests.pallas_kernels.stacks import drawn, sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, FLOAT16, TF32, check, of_float64, problem
-from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order
+from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order, of_words
 
 pytestmark = pytest.mark.gpu
 
@@ -125,11 +127,43 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
     a, scale = (np.float64(v)[:rows] for v in rounded)  # what is behind them means nothing
     a = a * scale[:, None]
     np.testing.assert_allclose(a, in_group_order(n, 32), rtol=2**-10.9, atol=1e-5)
+    words = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="words")
+    q, scale, squares = of_words(np.asarray(words))
+    groups, squares_of_x = n.reshape(rows, -1, 32), (np.float64(x) ** 2).sum(-1)
+    if normed:
+        groups = groups * np.sqrt(squares_of_x / columns + 1e-6)[:, None, None]
+        np.testing.assert_allclose(squares, squares_of_x, rtol=1e-6)
+    np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
+    np.testing.assert_array_less(np.abs(q - groups / scale[..., None]), 0.501)
     integers = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="int8")
     q, scale = in_order(*integers, rows, columns, TERNARY)
     groups = n.reshape(rows, -1, 128)
     np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
     np.testing.assert_array_less(np.abs(q.reshape(groups.shape) - groups / scale[..., None]), 0.501)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize(
+    ("columns", "heads", "matrices"), [(5120, None, 2), (6144, (3, 16), 1), (17408, None, 1)]
+)
+def test_products_of_rotated_rows_are_float64_s(rows, columns, heads, matrices):
+    """Whoever rotates and rounds, blocks or a launch before them. Rounding is all of the error."""
+    rng = np.random.default_rng(rows + columns)
+    x, gamma = rng.standard_normal((rows, columns)).astype(np.float32), rng.uniform(0.5, 2, (1, columns))
+    signs, n = rng.choice([-1.0, 1.0], columns), np.float64(x)
+    if matrices == 2:
+        n = n / np.sqrt((n**2).mean(-1, keepdims=True) + 1e-6) * gamma
+    if heads:
+        n = n.reshape(rows, *heads, -1).swapaxes(1, 2).reshape(n.shape)
+    n = ((signs * n).reshape(rows, -1, 1024) @ sylvester(1024)).reshape(n.shape)
+    drawn_of = [drawn("pq2_0", (1, 512, columns), seed) for seed in range(matrices)]
+    want = [n @ np.float64(w.dense[0]).T for w in drawn_of]
+    want = want[0] / (1 + np.exp(-want[0])) * want[1] if matrices == 2 else want[0]
+    how = {"rotation": Rotation.from_signs(signs, 1024, heads), "products": Products()}
+    weights = tuple(jax.device_put(w.tiled).replace(**how) for w in drawn_of)
+    norm = jnp.asarray(gamma, jnp.float32) if matrices == 2 else None
+    got = np.float64(decode.run(jnp.asarray(x), weights, 0, 0, norm, 1e-6, None, SILU))
+    assert np.linalg.norm(got - want) < 0.01 * np.linalg.norm(want)
 
 
 @pytest.fixture
@@ -159,14 +193,16 @@ def check_two_launches_a_layer(load, rows):
     assert kl < 1e-6
 
 
-def test_a_folded_model_reads_a_prompt_as_its_definition(folded):
-    """Prompts of 9 rows and more are multiplied in 16 bits, steps in 8: near, as unfolded ones are."""
-    fast, exact = (folded(impl=impl) for impl in ("auto", "reference"))
+@pytest.mark.parametrize(("bits", "most"), [(8, 4.8e-4), (16, 1e-5)])
+def test_a_folded_model_reads_a_prompt_as_its_definition(folded, bits, most):
+    """In 8 bits twice what rounding costs: 2.4e-4 with this model and text, simulated with the definition as
+    in benchmarks/scale_rounding.py (128 columns to a scale, weights' scales of 7 bits)."""
+    fast, exact = folded(impl="auto", activation_bits=bits), folded(impl="reference")
     assert fast.params.layers["mlp"][0].down.parts[0].rotation.block == 128
     ids = np.random.default_rng(3).integers(0, 300, 64).tolist()
     kl = divergence(*(log_softmax(bj.logits(model, ids)) for model in (exact, fast)))
-    print(f"KL {kl.mean():.1e}")
-    assert kl.mean() < 1e-4
+    print(f"{bits} bits: KL {kl.mean():.1e}")
+    assert kl.mean() < most
 
 
 @pytest.mark.parametrize(

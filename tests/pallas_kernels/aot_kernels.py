@@ -197,8 +197,9 @@ def latent(heads, pages, rows=1, layout="float16", nope=192):
     )  # fmt: skip
 
 
-def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, activation=SILU):
-    """As `product`, for formats of the integer kernel; without an index, as in a decode step."""
+def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, rounded=False, activation=SILU):
+    """As `product`, for formats of the integer kernel; without an index, as in a decode step. rounded: of
+    activations in groups of 32 that another launch has rounded."""
     rotation = rotation_of(k, heads) if folded else None
     fields = tiles_of(format, n, k, 1)
     gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
@@ -210,7 +211,9 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, act
             rotation=rotation, activation=activation, activation_bits=bits, n=n,
         )  # fmt: skip
 
-    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
+    x = jax.ShapeDtypeStruct((rows, k), jnp.float32)
+    x = {32: jax.ShapeDtypeStruct((rows, k // 2), jnp.int32)} if rounded else x
+    return f, (x, (fields,) * matrices, gamma, residual, rotation)
 
 
 def dequantized(formats_of, n, k):

@@ -102,7 +102,13 @@ HOT = {
     "folded gate and up": lambda: integers("pq2_0", 17408, 5120, 2, 1, folded=True),
     "folded down": lambda: integers("pq2_0", 5120, 17408, 1, 1, folded=True),
     "folded, heads regrouped": lambda: integers("pq2_0", 5120, 6144, 1, 1, folded=True, heads=(3, 16)),
+    "folded gate and up, rounded": lambda: integers("pq2_0", 17408, 5120, 2, 8, rounded=True),
+    "folded down, rounded": lambda: integers("pq2_0", 5120, 17408, 1, 8, rounded=True),
     "rotated": lambda: rotated(16, 5120),
+    "rotated and rounded, few rows": lambda: rotated(8, 5120, rounded="words"),
+    "rotated and rounded, few rows, heads regrouped": lambda: rotated(
+        8, 6144, normed=False, heads=(3, 16), rounded="words"
+    ),
     "rotated, heads regrouped": lambda: rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: delta_step(1),
     "delta step, 32 rows": lambda: delta_step(32),  # S in shared memory

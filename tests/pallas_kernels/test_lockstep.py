@@ -1,14 +1,17 @@
 """The integer kernel in numpy (lockstep.py) against float64: what a GPU's run of tests/gpu/test_gpu_int.py
 checks, on any machine."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, Rotation, dequantize, formats
+from pallas_kernels import SILU, QTensor, Rotation, dequantize, formats
+from pallas_kernels.matmul.int_mma import activations_rotated
 from pallas_kernels.matmul.int_mma import decode as int_decode
-from pallas_kernels.qtensor import tile
+from pallas_kernels.qtensor import Products, tile
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, sylvester
 
@@ -96,12 +99,17 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
     assert got.shape == want.shape and np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
+# By blocks, each for itself; by a launch that also rounds; by one that does not.
 @pytest.mark.parametrize(
-    ("K", "rows", "heads", "kind", "bits"),
-    [(5120, 1, None, "gated", 8), (6144, 2, (3, 16), "added", 8), (17408, 1, None, "added", 8),
-     (5120, 3, None, "normed", 16), (768, 2, None, "normed", 8)],
+    ("K", "rows", "heads", "kind", "bits", "by"),
+    [(5120, 1, None, "gated", 8, "blocks"), (6144, 2, (3, 16), "added", 8, "blocks"),
+     (17408, 1, None, "added", 8, "blocks"), (5120, 3, None, "normed", 16, "blocks"),
+     (768, 2, None, "normed", 8, "blocks"), (5120, 8, None, "gated", 8, "words"),
+     (6144, 7, (3, 16), "added", 8, "words"), (17408, 2, None, "added", 8, "words"),
+     (384, 3, None, "normed", 8, "words"), (2304, 16, None, "normed", 8, "words"),
+     (5120, 8, None, "normed", 16, "rows")],
 )  # fmt: skip
-def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
+def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, by):
     """Inputs whose rotation is whole numbers times a group's scale, but for the rounding of both ways."""
     rng, top = np.random.default_rng(K + rows), 127 if bits == 8 else 127 * 257
     n = rng.integers(-top, top + 1, (rows, K // 32, 32))
@@ -109,7 +117,7 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
     n = (n * 2.0 ** rng.integers(-10, -8, (rows, K // 32, 1))).reshape(rows, K)
     signs, normed = rng.choice([-1.0, 1.0], K).astype(np.float32), kind in ("normed", "gated")
     gamma = 2.0 ** rng.integers(-1, 2, (2, K)).astype(np.float32)
-    block = 1024 if K % 1024 == 0 else 256
+    block = next(size for size in (1024, 256, 128) if K % size == 0)
     x = signs * (n.reshape(rows, -1, block) @ sylvester(block)).reshape(rows, K)
     if heads:
         x = x.reshape(rows, *heads[::-1], -1).swapaxes(1, 2).reshape(rows, K)
@@ -119,14 +127,15 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
     want = [norm * n @ np.float64(w.dense[1]).T for w in weights]
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     residual = rng.standard_normal((rows, 32)).astype(np.float32) if kind == "added" else None
-    rotation = Rotation.from_signs(signs, block, heads)
-    assert int_decode.rotates("ptq1_0", K, rows)
-    with lockstep():
-        got = int_decode.int_decode(
-            x, (tuple(w.tiled.fields for w in weights),), np.array([1, 1], np.int32), formats_of=("ptq1_0",),
-            gamma=gamma if normed else None, eps=1e-6, residual=residual, rotation=rotation,
-            activation_bits=bits,
+    how = {"rotation": Rotation.from_signs(signs, block, heads), "products": Products(activation_bits=bits)}
+    launches = mock.Mock(side_effect=activations_rotated.activations_rotated.__wrapped__)
+    with lockstep(), mock.patch.object(activations_rotated, "activations_rotated", launches):
+        got = int_decode.run(
+            x, tuple(w.tiled.replace(**how) for w in weights), 1, 1, gamma if normed else None, 1e-6,
+            residual, SILU,
         )  # fmt: skip
+    rounded = [call.kwargs.get("rounded") for call in launches.call_args_list]
+    assert rounded == {"blocks": [], "words": ["words"], "rows": [None]}[by]
     want = want if residual is None else want + residual
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 

@@ -211,6 +211,17 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added, first)
     np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
 
 
+def of_words(words):
+    """int32 [rows, K / 2], as int_decode reads them -> (q [rows, groups, 32], scales of 32 columns, sums of
+    squares of rows)."""
+    rows = len(words)
+    low, high, scale, squares = np.moveaxis(words.reshape(rows, -1, 4), -1, 0)
+    q = np.stack([low, high], axis=-1).view(np.int8).reshape(rows, -1, 32)
+    scale = np.ascontiguousarray(scale).view(np.float32).reshape(rows, -1, 4)
+    assert (scale == scale[..., :1]).all()
+    return q, np.float64(scale[..., 0]), np.float64((squares & ~3).view(np.float32)).sum(-1)
+
+
 # The widths of Bonsai 2 27B, and one that ends within a warp's columns; heads are regrouped.
 @pytest.mark.parametrize(
     ("columns", "block", "heads"),
@@ -222,9 +233,10 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((3, columns)).astype(np.float32) * np.float32([[1e-3], [3.0], [1e4]])
     gamma, signs = rng.uniform(0.5, 2, (2, columns)), rng.choice([-1.0, 1.0], columns)
-    n = np.float64(x)
+    n, rms = np.float64(x), np.ones((3, 1))
     if normed:
-        n = n / np.sqrt((n**2).mean(-1, keepdims=True) + 1e-6) * gamma[1]
+        rms = np.sqrt((n**2).mean(-1, keepdims=True) + 1e-6)
+        n = n / rms * gamma[1]
     if heads:
         n = n.reshape(3, *heads, -1).swapaxes(1, 2).reshape(n.shape)
     n = ((signs * n).reshape(3, -1, block) @ sylvester(block)).reshape(n.shape)
@@ -232,8 +244,10 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
     norm = (jnp.asarray(gamma, jnp.float32), np.int32(1), 1e-6) if normed else ()
     with lockstep():
         got = activations_rotated.activations_rotated(x, rotation, *norm)
+        words = activations_rotated.activations_rotated(x, rotation, *norm, rounded="words")
         with mock.patch.object(prologue, "FEW_ROWS", 0):
             many = activations_rotated.activations_rotated(x, rotation, *norm)
+            words_of_many = activations_rotated.activations_rotated(x, rotation, *norm, rounded="words")
         rounded = [
             first_rows(
                 3, activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16", group=group)
@@ -254,6 +268,13 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
         np.testing.assert_allclose(
             np.float64(a) * np.float64(scale)[:, None] / size, want / size, rtol=2**-10.9, atol=2e-6
         )
+    np.testing.assert_array_equal(words, words_of_many)
+    q, scale, squares = of_words(np.asarray(words))
+    groups = (n * rms).reshape(3, -1, 32)
+    np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
+    np.testing.assert_array_less(np.abs(q - groups / scale[..., None]), 0.501)
+    if normed:
+        np.testing.assert_allclose(squares, (np.float64(x) ** 2).sum(-1), rtol=1e-6)
     q, scale = in_order(*integers, 3, columns, TERNARY)
     groups = n.reshape(3, -1, 128)
     np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)

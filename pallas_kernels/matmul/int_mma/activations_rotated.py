@@ -1,10 +1,11 @@
-"""Inputs of folded weights (rotation.py), behind RMSNorm where there is one: normed, rotated and, for
-products of many rows, rounded, by one launch that reads them once (rotated_columns.py).
+"""Inputs of folded weights (rotation.py), behind RMSNorm where there is one: normed, rotated and, for most
+products, rounded, by one launch that reads them once (rotated_columns.py).
 
     n = H(s * P(gamma x)) / sqrt(mean(x^2) + eps): the norm's scalar commutes with all that is linear
 
-Blocks of threads have whole rows, since float16 are scaled by a row's largest. Of few rows that are not
-rounded four warps have a part, and each block sums the squares of all of the row.
+Blocks of threads have whole rows, since float16 are scaled by a row's largest. Of few rows four warps have a
+part, unless these are rounded for a GEMM. Then each block sums the squares of all of the row, or, where the
+product norms its results (int_decode), of its part.
 """
 
 import functools
@@ -17,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, integer, real, select, sum_of_squares
+from pallas_kernels.gpu.values import as_word, index, integer, real, select, sum_of_squares
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.bit_mma import activations
 from pallas_kernels.matmul.bit_mma.product import GROUP
@@ -41,27 +42,30 @@ def activations_rotated(
     layer: jax.Array | None = None,
     eps: float = 0.0,
     *,
-    rounded: Literal["float16", "int8"] | None = None,
+    rounded: Literal["float16", "int8", "words"] | None = None,
     group: int | None = None,
 ):
     """rotation(x), or rotation(rms_norm(x; gamma[layer], eps)): float32 [M, K] -> float32 [M, K].
 
     gamma    float32 [L, K]; None for no norm
     layer    int32 []; None for a stack of one
-    rounded  instead of it what a GEMM reads. "float16": (a float16, s float32), as activations_float16 makes
-             them; `group` is its argument. "int8": (q int8, s float32), as activations_int8 makes them for
-             ternary weights
+    rounded  instead of it what a product reads. "float16": (a float16, s float32), as activations_float16
+             makes them; `group` is its argument. "int8": (q int8, s float32), as activations_int8 makes them
+             for ternary weights. "words": int32 [M, K / 2], decode.Rounded with a scale for 32 columns: they
+             stand for gamma x, rotated, and the product divides by the norm
     """
     rows, columns = x.shape
-    whole = {"float16": TILE_COLUMNS if group is not None else 1, "int8": 4 * GROUP, None: 1}[rounded]
-    places = columns + -columns % whole
+    whole = {"float16": TILE_COLUMNS if group is not None else 1, "int8": 4 * GROUP, "words": 1, None: 1}
+    places = columns + -columns % whole[rounded]
     chunks, parts = -(-places // CHUNK), 1
-    if rounded is None and rows <= prologue.FEW_ROWS:
+    if rounded in (None, "words") and rows <= prologue.FEW_ROWS:
         warps, parts = WARPS_OF_PART, -(-chunks // WARPS_OF_PART)
     else:
         warps = -(-chunks // -(-chunks // MOST_WARPS))
         warps += -warps % 4
     results = {"n_gmem": jax.ShapeDtypeStruct((rows, columns), jnp.float32)}
+    if rounded == "words":
+        results = {"words_gmem": jax.ShapeDtypeStruct((rows, columns // 2), jnp.int32)}
     if rounded == "int8":
         results = activations.results_of(rows, columns)
     if rounded == "float16":
@@ -94,7 +98,7 @@ def activations_rotated(
 
 def _body(
     x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, rotated_smem, shared_smem, block, heads, places, parts,
-    warps, eps, group, n_gmem=None, a_gmem=None, q_gmem=None, scale_gmem=None,
+    warps, eps, group, n_gmem=None, a_gmem=None, q_gmem=None, scale_gmem=None, words_gmem=None,
 ):  # fmt: skip
     columns = x_gmem.type.shape[1]
     row, part = lanes.block() // parts, lanes.block() % parts
@@ -116,6 +120,11 @@ def _body(
         lanes.choose(chunk < chunks, functools.partial(rotate, chunk), [real(0)] * (LANES + 1))
         for chunk in own_chunks
     ]
+    if words_gmem is not None:
+        for chunk, (*values, squares) in zip(own_chunks, rotated, strict=True):
+            with lanes.when(chunk < chunks):
+                _store_words(values, squares, row, (chunk * LANES + lane) * LANES, columns, words_gmem)
+        return
     n, squares = [values[:LANES] for values in rotated], None
     if gamma_gmem is not None:
         if parts > 1:
@@ -149,6 +158,19 @@ def _body(
                 at = [_column_of(first + i, group) for i in range(WIDTH)]
                 pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
                 memory.store_halves(pairs, a_gmem, [row, start + first])
+
+
+def _store_words(values: list, squares, row, start, columns: int, words_gmem):
+    """A lane's 32 neighbouring columns as int_decode reads them. `squares`, of the lane's x, are of other
+    columns than these; the chunk's first lane stores those of all."""
+    largest = largest_of_group(values, lambda v: v)
+    q = packed_digits(magic_words(values, 127, largest, fused=True), 0)
+    scale, nothing = as_word(largest * (1 / 127)), memory.tagged(real(0), 0)
+    squares = select(lanes.thread() % LANES == 0, lanes.warp_sum_real(squares), 0.0)
+    with lanes.when(start < columns):
+        for eight in range(LANES // 8):
+            words = [*q[2 * eight : 2 * eight + 2], scale, nothing if eight else memory.tagged(squares, 0)]
+            memory.store_words(words, words_gmem, [row, start // 2 + 4 * eight])
 
 
 def _store_integers(values: list, factor, row, start, places: int, q_gmem, scale_gmem):

@@ -32,6 +32,7 @@ across tiles.
 """
 
 import functools
+import operator
 from typing import Any
 
 import jax
@@ -44,33 +45,40 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul import epilogue, stacks
+from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma import rotated_columns
-from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_eights, rounded_words
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
-# Activations that the product which made them has rounded to 8 bits, by how many columns share a scale:
-# int32 [rows, K / 2], of each 8 columns two words of signed bytes q, their scale s, and the sum of x^2;
-# x, or x gamma, is s q.
+# Activations that another launch has rounded to 8 bits, by how many columns share a scale: int32
+# [rows, K / 2], of each 8 columns two words of signed bytes q, their scale s, and a part of the row's sum of
+# x^2; x, or x gamma, or the rotation of it, is s q.
 Rounded = dict[int, jax.Array]
-MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
+# Of 1,024 columns, of all rows: so many chunks each block rotates for itself. With 25 one launch for all
+# blocks was faster (LOG.md, 2026-12-01).
+MOST_CHUNKS = 24
 
 
 def rotates(format: str, columns: int, rows: int) -> bool:
+    """Blocks rotate inputs, or a launch before them does."""
+    return True
+
+
+def blocks_rotate(format: str, columns: int, rows: int) -> bool:
     """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
+    few = rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
+    return few and columns % TILE_COLUMNS == 0 and _lanes_have_groups(format)
+
+
+def _lanes_have_groups(format: str) -> bool:
+    """Whether the 32 neighbours that a lane has when they are rotated share a scale."""
     if formats.family(format) != "int":
         return False
     format_lanes = formats.get(format).LANES
-    alike = (
-        columns % TILE_COLUMNS == 0
-        and format_lanes.activation_group == rotated_columns.LANES
-        and not format_lanes.whole_scales
-    )
-    return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
+    return format_lanes.activation_group == rotated_columns.LANES and not format_lanes.whole_scales
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
@@ -110,19 +118,21 @@ def _launches(
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.products.activation_bits,
     }
-    plan, rotation = functools.partial(int_decode_plan.plan, parts, **settings), any_weight.rotation
+    rows, plan = len(x), functools.partial(int_decode_plan.plan, parts, **settings)
+    rotation = any_weight.rotation
     if rotation is not None:
-        plan = functools.partial(plan, rotated=True)
-        if plan(rows=len(x)) is None:  # no room: by a launch of its own
-            x = activations_rotated(x, rotation, gamma, norm_index, eps)
-            plan, rotation, gamma, norm_index = functools.partial(plan, rotated=False), None, None, None
+        by_blocks = all(blocks_rotate(format, x.shape[1], rows) for format in settings["formats_of"])
+        if not (by_blocks and plan(rows=rows, rotated=True)):
+            x, gamma, norm_index = _rotated(x, rotation, gamma, norm_index, eps, **settings)
+            rotation = None
+    plan = functools.partial(plan, rotated=rotation is not None)
     layers = None
     if index is not None or norm_index is not None:
         layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
-    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(rows=rows))
+    at_once = next(most for most in (16, 8, 4, 2, 1) if most == 1 or plan(rows=most))
     return [
         int_decode(
-            x[first : first + at_once],
+            jax.tree.map(operator.itemgetter(slice(first, first + at_once)), x),
             parts,
             layers,
             n=n,
@@ -135,8 +145,18 @@ def _launches(
             activation=activation,
             **settings,
         )
-        for first in range(0, x.shape[0], at_once)
+        for first in range(0, rows, at_once)
     ]
+
+
+def _rotated(
+    x: jax.Array, rotation: Rotation, gamma, norm_index, eps: float, formats_of, activation_bits
+) -> tuple[jax.Array | Rounded, jax.Array | None, jax.Array | None]:
+    """(x, gamma, its index) for the product, by a launch that also rounds where a lane has a whole group."""
+    make = functools.partial(activations_rotated.activations_rotated, x, rotation, gamma, norm_index, eps)
+    if activation_bits == 8 and all(map(_lanes_have_groups, formats_of)):
+        return {rotated_columns.LANES: make(rounded="words")}, gamma, None
+    return make(), None, None
 
 
 @functools.partial(
@@ -165,7 +185,7 @@ def int_decode(
     below rows.
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps).
-              Or `Rounded`, by another product for this one's formats and gamma
+              Or `Rounded`, for this product's formats and gamma
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
     layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
     formats_of  of each part
@@ -173,7 +193,7 @@ def int_decode(
     residual  float32 [rows, N padded to 16], added to y
     peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
               number of the call is returned
-    rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
+    rotation  of x, behind the norm, where `blocks_rotate` and not rotated_columns.refuses
     next_groups  of the product that reads y: y is rounded to 8 bits for its parts, with a scale for so many
               columns. For a plan that `makes_groups`
     next_gamma  float32 [1, N], of the norm before that product
