@@ -149,8 +149,7 @@ def rotated_input(
         return x, gamma
     x = x.astype(jnp.float32)
     if kernel.pallas:
-        from pallas_kernels.matmul import stacks  # only GPUs need it
-        from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns  # only GPUs need it
+        from pallas_kernels.matmul import activations_rotated, rotated_columns, stacks  # only GPUs need them
 
         if rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
             gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
@@ -168,7 +167,7 @@ def _rotates(kernel: Candidate, w: QTensor, x: jax.Array) -> bool:
         return False
     if not kernel.module.rotates(w.format, w.shape[1], x.size // x.shape[-1]):
         return False
-    from pallas_kernels.matmul.int_mma import rotated_columns  # only GPUs need it
+    from pallas_kernels.matmul import rotated_columns  # only GPUs need it
 
     return rotated_columns.refuses(w.rotation, w.shape[1]) is None
 

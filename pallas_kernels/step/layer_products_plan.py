@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul import rotated_columns
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.activations_summed import MOST_STEPS
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile

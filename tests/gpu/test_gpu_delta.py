@@ -16,8 +16,11 @@ from bonsai_jax.decoding import jitted
 from checkpoints import synth
 from pallas_kernels import SILU, Rotation
 from pallas_kernels.delta import STEP_TOKENS, delta_net, replay
+from pallas_kernels.matmul.activations_rotated import activations_rotated
+from pallas_kernels.matmul.bit_mma.activations import ROTATED_INTEGERS
 from pallas_kernels.matmul.int_mma import decode
-from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
+from pallas_kernels.matmul.int_mma.activations_float16 import rotated_form
+from pallas_kernels.matmul.int_mma.activations_shared import ROTATED_WORDS
 from pallas_kernels.qtensor import Products
 from tests.agreement import divergence, log_softmax
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
@@ -123,11 +126,11 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
     norm = (jnp.asarray(gamma, jnp.float32), 1, 1e-6) if normed else ()
     got = activations_rotated(jnp.asarray(x), rotation, *norm)
     np.testing.assert_allclose(got, n, atol=2e-6 * np.sqrt((n**2).mean()) * 4)
-    rounded = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="float16", group=32)
+    rounded = activations_rotated(jnp.asarray(x), rotation, *norm, form=rotated_form(32))
     a, scale = (np.float64(v)[:rows] for v in rounded)  # what is behind them means nothing
     a = a * scale[:, None]
     np.testing.assert_allclose(a, in_group_order(n, 32), rtol=2**-10.9, atol=1e-5)
-    words = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="words")
+    words = activations_rotated(jnp.asarray(x), rotation, *norm, form=ROTATED_WORDS)
     q, scale, squares = of_words(np.asarray(words))
     groups, squares_of_x = n.reshape(rows, -1, 32), (np.float64(x) ** 2).sum(-1)
     if normed:
@@ -135,7 +138,7 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
         np.testing.assert_allclose(squares, squares_of_x, rtol=1e-6)
     np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
     np.testing.assert_array_less(np.abs(q - groups / scale[..., None]), 0.501)
-    integers = activations_rotated(jnp.asarray(x), rotation, *norm, rounded="int8")
+    integers = activations_rotated(jnp.asarray(x), rotation, *norm, form=ROTATED_INTEGERS)
     q, scale = in_order(*integers, rows, columns, TERNARY)
     groups = n.reshape(rows, -1, 128)
     np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)

@@ -19,12 +19,12 @@ from pallas_kernels.experts import grouped, router_logits
 from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.latent import empty_latent_workspace
 from pallas_kernels.latent.decode import latent_decode
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.bit_mma.decode import bit_decode
 from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
 from pallas_kernels.matmul.bit_mma.decode_ring import Ring
 from pallas_kernels.matmul.bit_mma.decode_s8 import Rounds
 from pallas_kernels.matmul.bit_mma.prefill_sm90 import bit_prefill_sm90
-from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.decode import int_decode
 from pallas_kernels.matmul.int_mma.dequantize import int_dequantize
 from pallas_kernels.matmul.int_mma.prefill_sm90 import int_prefill_sm90

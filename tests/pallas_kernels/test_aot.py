@@ -12,8 +12,9 @@ from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention, prefill_part
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.experts.choice import Rules
-from pallas_kernels.matmul.bit_mma.activations import activations_int8
-from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
+from pallas_kernels.matmul.bit_mma.activations import ROTATED_INTEGERS, activations_int8
+from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16, rotated_form
+from pallas_kernels.matmul.int_mma.activations_shared import ROTATED_WORDS
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target
 from tests.pallas_kernels.aot_kernels import (
     attention,
@@ -105,9 +106,9 @@ HOT = {
     "folded gate and up, rounded": lambda: integers("pq2_0", 17408, 5120, 2, 8, rounded=True),
     "folded down, rounded": lambda: integers("pq2_0", 5120, 17408, 1, 8, rounded=True),
     "rotated": lambda: rotated(16, 5120),
-    "rotated and rounded, few rows": lambda: rotated(8, 5120, rounded="words"),
+    "rotated and rounded, few rows": lambda: rotated(8, 5120, form=ROTATED_WORDS),
     "rotated and rounded, few rows, heads regrouped": lambda: rotated(
-        8, 6144, normed=False, heads=(3, 16), rounded="words"
+        8, 6144, normed=False, heads=(3, 16), form=ROTATED_WORDS
     ),
     "rotated, heads regrouped": lambda: rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: delta_step(1),
@@ -183,12 +184,12 @@ HOT_ON_HOPPER = {
     "rounding, in groups of 32, 28672 wide": lambda: of_rows(
         activations_float16, 512, 28672, normed=False, group=32
     ),
-    "rotated and rounded": lambda: rotated(2048, 5120, rounded="float16", group=32),
-    "rotated and rounded to 8 bits": lambda: rotated(2048, 5120, rounded="int8"),
-    "rotated and rounded to 8 bits, 17408 wide": lambda: rotated(2048, 17408, normed=False, rounded="int8"),
-    "rotated and rounded, 17408 wide": lambda: rotated(
-        2048, 17408, normed=False, rounded="float16", group=32
+    "rotated and rounded": lambda: rotated(2048, 5120, form=rotated_form(32)),
+    "rotated and rounded to 8 bits": lambda: rotated(2048, 5120, form=ROTATED_INTEGERS),
+    "rotated and rounded to 8 bits, 17408 wide": lambda: rotated(
+        2048, 17408, normed=False, form=ROTATED_INTEGERS
     ),
+    "rotated and rounded, 17408 wide": lambda: rotated(2048, 17408, normed=False, form=rotated_form(32)),
     **{
         f"output matrix, {rows} rows of {k}": functools.partial(product, 151680, k, 1, rows, layers=1)
         for rows, k in ((1, 4096), (4, 4096), (8, 4096), (3, 2560))

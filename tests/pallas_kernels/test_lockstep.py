@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import SILU, QTensor, Rotation, dequantize, formats
-from pallas_kernels.matmul.int_mma import activations_rotated
+from pallas_kernels.matmul import activations_rotated
+from pallas_kernels.matmul.activations_rotated import REALS
 from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma.activations_shared import ROTATED_WORDS
 from pallas_kernels.qtensor import Products, tile
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, sylvester
@@ -134,8 +136,8 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, b
             x, tuple(w.tiled.replace(**how) for w in weights), 1, 1, gamma if normed else None, 1e-6,
             residual, SILU,
         )  # fmt: skip
-    rounded = [call.kwargs.get("rounded") for call in launches.call_args_list]
-    assert rounded == {"blocks": [], "words": ["words"], "rows": [None]}[by]
+    forms = [call.kwargs.get("form", REALS) for call in launches.call_args_list]
+    assert forms == {"blocks": [], "words": [ROTATED_WORDS], "rows": [REALS]}[by]
     want = want if residual is None else want + residual
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 

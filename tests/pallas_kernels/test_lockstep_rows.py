@@ -11,11 +11,14 @@ import pytest
 
 from pallas_kernels import SILU
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.matmul import prefill, prologue
+from pallas_kernels.matmul import activations_rotated, prefill, prologue
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.bit_mma.activations import ROTATED_INTEGERS
 from pallas_kernels.matmul.bit_mma.weight_bytes import SIGNS, Ternary
-from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
+from pallas_kernels.matmul.int_mma import activations_float16
+from pallas_kernels.matmul.int_mma.activations_float16 import rotated_form
+from pallas_kernels.matmul.int_mma.activations_shared import ROTATED_WORDS
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
 from tests.pallas_kernels.lockstep import lockstep
@@ -244,17 +247,17 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
     norm = (jnp.asarray(gamma, jnp.float32), np.int32(1), 1e-6) if normed else ()
     with lockstep():
         got = activations_rotated.activations_rotated(x, rotation, *norm)
-        words = activations_rotated.activations_rotated(x, rotation, *norm, rounded="words")
+        words = activations_rotated.activations_rotated(x, rotation, *norm, form=ROTATED_WORDS)
         with mock.patch.object(prologue, "FEW_ROWS", 0):
             many = activations_rotated.activations_rotated(x, rotation, *norm)
-            words_of_many = activations_rotated.activations_rotated(x, rotation, *norm, rounded="words")
+            words_of_many = activations_rotated.activations_rotated(x, rotation, *norm, form=ROTATED_WORDS)
         rounded = [
             first_rows(
-                3, activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16", group=group)
+                3, activations_rotated.activations_rotated(x, rotation, *norm, form=rotated_form(group))
             )
             for group in (None, 16, 32)
         ]
-        integers = activations_rotated.activations_rotated(x, rotation, *norm, rounded="int8")
+        integers = activations_rotated.activations_rotated(x, rotation, *norm, form=ROTATED_INTEGERS)
     size = np.linalg.norm(n, axis=-1, keepdims=True) / columns**0.5
     np.testing.assert_allclose(got / size, n / size, atol=2e-6)
     np.testing.assert_array_equal(many, got) if not normed else np.testing.assert_allclose(

@@ -18,10 +18,13 @@ from pallas_kernels import (
     matmul,
     swiglu_oai,
 )
+from pallas_kernels.matmul import activations_rotated
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8
-from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
+from pallas_kernels.matmul.bit_mma.activations import ROTATED_INTEGERS
+from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma.activations_float16 import rotated_form
 from tests.pallas_kernels import test_cpu, test_lockstep_layers
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
@@ -122,7 +125,7 @@ def test_activations_of_a_gpu_s_gemms(normed, bad):
         return (q.reshape(len(x), -1, 128) * scale[:, :, None]).reshape(x.shape)
 
     def rotated_bytes(x):
-        made = activations_rotated.activations_rotated(x, rotation, *norm, rounded="int8")
+        made = activations_rotated.activations_rotated(x, rotation, *norm, form=ROTATED_INTEGERS)
         q, scale = in_order(*made, len(x), 512, TERNARY)
         return (q.reshape(len(x), -1, 128) * scale[:, :, None]).reshape(x.shape)
 
@@ -131,7 +134,7 @@ def test_activations_of_a_gpu_s_gemms(normed, bad):
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
 
     def rotated(x):
-        a, scale = activations_rotated.activations_rotated(x, rotation, *norm, rounded="float16")
+        a, scale = activations_rotated.activations_rotated(x, rotation, *norm, form=rotated_form(None))
         return np.asarray(a, np.float32) * np.asarray(scale)[:, None]
 
     for product in (bytes_of_8, rotated_bytes, halves, rotated):

@@ -25,10 +25,12 @@ import jax.numpy as jnp
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.activations_rotated import Form, Row
 from pallas_kernels.matmul.bit_mma.product import GROUP
-from pallas_kernels.matmul.bit_mma.weight_bytes import SIGNS, Encoding
+from pallas_kernels.matmul.bit_mma.weight_bytes import SIGNS, Encoding, merged
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+from pallas_kernels.matmul.rotated_columns import LANES
 
 PIECE_BYTES = 16  # that lie side by side
 TILE_TOKENS = 64  # of bit_prefill_sm90; fewer rows are padded to a multiple of 16
@@ -153,3 +155,27 @@ def _quantize(x: list, bits: int):
     q = magic_words(x, top, largest)
     words = [word for digit in reversed(range(bits // 8)) for word in packed_digits(q, digit)]
     return words, largest * (1 / top)
+
+
+def _store_rotated(row: Row, q_gmem, scale_gmem):
+    """A lane's 32 neighbouring columns in 8 bits, by the largest of its group's four lanes."""
+    norm, lane, m, top = row.norm(), integer(lanes.thread()) % LANES, integer(row.row), 127
+    for piece in row.pieces:
+        largest = largest_of_group(piece.values, lambda v: lanes.largest_of_warp(v, GROUP // LANES))
+        # Columns 8 t + 4 h + (2 u + c) of 32 number 2 f + p (weight_bytes.py).
+        words = [merged(word, 2) for word in packed_digits(magic_words(piece.values, top, largest), 0)]
+        group, p, f = index(integer(piece.start) // GROUP), lane % 2, lane // 2 % 2
+        with lanes.when(piece.start < row.places):
+            for h in (0, 1):
+                place = place_of_piece(4 * h + 2 * p + f, m)
+                memory.store_bytes(words[h::2], q_gmem, [0, group, row.row, place])
+            with lanes.when(lane % (GROUP // LANES) == 0):
+                scale = largest * (1 / top)
+                scale = scale if norm is None else scale * norm
+                memory.store(scale * (1 / 64), scale_gmem, 0, group, place_of_scale(m))
+
+
+# Rotated rows (matmul/activations_rotated.py) as `activations_int8` returns them for ternary weights.
+ROTATED_INTEGERS = Form(
+    lambda rows, columns, _: results_of(rows, columns), _store_rotated, multiple=4 * GROUP
+)

@@ -33,7 +33,8 @@ from pallas_kernels.gpu.activation_math import FAST
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
-from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
+from pallas_kernels.matmul.activations_rotated import activations_rotated
+from pallas_kernels.matmul.bit_mma.activations import GROUP, ROTATED_INTEGERS, activations_int8
 from pallas_kernels.matmul.bit_mma.group_sums import (
     COEFFICIENTS,
     Slot,
@@ -45,7 +46,6 @@ from pallas_kernels.matmul.bit_mma.group_sums import (
 )
 from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Steps, planned
 from pallas_kernels.matmul.bit_mma.weight_bytes import Encoding, Ternary, encoding_of, words_and_scales
-from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 
 RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
@@ -396,7 +396,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     w = weights[0]
     gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     if w.rotation is not None:
-        return activations_rotated(x, w.rotation, gamma, index, eps, rounded="int8")
+        return activations_rotated(x, w.rotation, gamma, index, eps, form=ROTATED_INTEGERS)
     return activations_int8(
         x, gamma, index, eps, bits=w.products.activation_bits, rows=rows,
         encoding=encoding_of(*words_and_scales(w)),

@@ -31,6 +31,7 @@ from pallas_kernels.gpu.values import (
     true,
 )
 from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.activations_rotated import Form, Row
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.tiles import TILE_COLUMNS
 
@@ -123,6 +124,47 @@ def _round_row(
             with lanes.when(has_place if inside is None else has_place & inside):
                 for ordered, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
                     memory.store_halves(ordered, ref, [copy, piece * WIDTH])
+
+
+@functools.cache
+def rotated_form(group: int | None) -> Form:
+    """Rotated rows (matmul/activations_rotated.py) as `activations_float16` returns them, for its `group`."""
+
+    def results(rows: int, _, places: int) -> dict[str, jax.ShapeDtypeStruct]:
+        stored = rows if group is None else whole_rows(rows)
+        return {
+            "a_gmem": jax.ShapeDtypeStruct((stored, places), jnp.float16),
+            "scale_gmem": jax.ShapeDtypeStruct((stored,), jnp.float32),
+        }
+
+    store = functools.partial(_store_rotated, group=group)
+    return Form(results, store, multiple=1 if group is None else TILE_COLUMNS)
+
+
+def _store_rotated(row: Row, a_gmem, scale_gmem, *, group: int | None):
+    n = [piece.values for piece in row.pieces]
+    squares = row.squares_of_warp()
+    scale, factor = scale_and_factor(
+        prologue.flat(n), squares, row.warp, row.shared_smem, row.columns, row.eps
+    )
+    with lanes.when(row.thread == 0):
+        memory.store(scale, scale_gmem, row.row)
+    for piece in row.pieces:
+        a = [v * factor for v in piece.values]
+        with lanes.when(piece.start < row.places):
+            for first in range(0, len(a), WIDTH):
+                at = [_column_of(first + i, group) for i in range(WIDTH)]
+                pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
+                memory.store_halves(pairs, a_gmem, [row.row, piece.start + first])
+
+
+def _column_of(place: int, group: int | None) -> int:
+    """Which of 32 neighbouring columns is at a place of the order of groups of so many."""
+    if group is None:
+        return place
+    number, within = divmod(place, group)
+    piece, i = divmod(within, WIDTH)  # piece 2 s + h
+    return number * group + group // 4 * (i // 2) + piece // 2 * 4 + piece % 2 + i % 2 * 2
 
 
 def scale_and_factor(n: list, squares, warp, shared_smem, columns: int, eps: float) -> tuple:

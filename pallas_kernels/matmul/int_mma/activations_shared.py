@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
@@ -31,9 +32,10 @@ from pallas_kernels.gpu.values import (
     select,
     sum_of_squares,
 )
+from pallas_kernels.matmul.activations_rotated import Form, Row
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, RotatedColumns
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+from pallas_kernels.matmul.rotated_columns import CHUNK, LANES, RotatedColumns
 from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 
@@ -309,3 +311,27 @@ def rounded_words(x, factor, group: int, is_halved=None) -> list:
     for distance in (1, 2):
         word = word | lanes.swapped(word, distance)
     return [word, lanes.swapped(word, 4), as_word(largest * (1 / 127)), lanes.warp_sum_real(squares, 8)]
+
+
+def _store_rotated(row: Row, words_gmem):
+    """A lane has a whole group of 32 columns. The first lane of a chunk stores the sum of squares of all."""
+    is_first, nothing = lanes.thread() % LANES == 0, memory.tagged(real(0), 0)
+    for piece in row.pieces:
+        with lanes.when(piece.exists):
+            largest = largest_of_group(piece.values, lambda v: v)
+            q = packed_digits(magic_words(piece.values, 127, largest, fused=True), 0)
+            scale = as_word(largest * (1 / 127))
+            squares = memory.tagged(select(is_first, lanes.warp_sum_real(piece.squares), 0.0), 0)
+            with lanes.when(piece.start < row.columns):
+                for eight in range(LANES // 8):
+                    words = [*q[2 * eight : 2 * eight + 2], scale, nothing if eight else squares]
+                    memory.store_words(words, words_gmem, [row.row, piece.start // 2 + 4 * eight])
+
+
+# Rotated rows (matmul/activations_rotated.py) as decode.Rounded, with a scale for 32 columns. They stand for
+# gamma x, rotated: the product that reads them divides by the norm.
+ROTATED_WORDS = Form(
+    lambda rows, columns, _: {"words_gmem": jax.ShapeDtypeStruct((rows, columns // 2), jnp.int32)},
+    _store_rotated,
+    by_parts=True,
+)

@@ -44,11 +44,15 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul import epilogue, stacks
-from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns
+from pallas_kernels.matmul import activations_rotated, epilogue, rotated_columns, stacks
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_eights, rounded_words
+from pallas_kernels.matmul.int_mma.activations_shared import (
+    ROTATED_WORDS,
+    eights,
+    rounded_eights,
+    rounded_words,
+)
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
@@ -155,7 +159,7 @@ def _rotated(
     """(x, gamma, its index) for the product, by a launch that also rounds where a lane has a whole group."""
     make = functools.partial(activations_rotated.activations_rotated, x, rotation, gamma, norm_index, eps)
     if activation_bits == 8 and all(map(_lanes_have_groups, formats_of)):
-        return {rotated_columns.LANES: make(rounded="words")}, gamma, None
+        return {rotated_columns.LANES: make(form=ROTATED_WORDS)}, gamma, None
     return make(), None, None
 
 

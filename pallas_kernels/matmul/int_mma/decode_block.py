@@ -17,7 +17,7 @@ from pallas_kernels.matmul.int_mma.activations_summed import PostNorm, SummedAct
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.int_mma.decode_planes import PlaneActivations, PlaneColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
-from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
+from pallas_kernels.matmul.rotated_columns import RotatedColumns
 from pallas_kernels.tiles import TILE_ROWS
 
 

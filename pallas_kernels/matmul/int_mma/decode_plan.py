@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.int_mma import rotated_columns
+from pallas_kernels.matmul import rotated_columns
 from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)

@@ -39,9 +39,9 @@ from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu.wgmma import REGISTERS, STEP, stage_results, swizzled
 from pallas_kernels.matmul import stacks
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma import float16 as int_float16
-from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
-from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
+from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16, rotated_form
 from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
@@ -388,7 +388,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     if (rotation := weights[0].rotation) is not None:
         assert not others
-        return activations_rotated(x, rotation, gamma, index, eps, rounded="float16", group=group)
+        return activations_rotated(x, rotation, gamma, index, eps, form=rotated_form(group))
     group = (group, *others) if others else group
     return activations_float16(x, gamma, index, eps, group=group, rows=rows)
 

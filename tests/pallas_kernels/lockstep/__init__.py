@@ -30,10 +30,11 @@ from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.latent import decode as latent_decode
+from pallas_kernels.matmul import activations_rotated
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma import decode as bit_decode
 from pallas_kernels.matmul.bit_mma import quantize_rows
-from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
+from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.sampling import kernel as sampling
