@@ -109,6 +109,7 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
      (768, 2, None, "normed", 8, "blocks"), (5120, 8, None, "gated", 8, "words"),
      (6144, 7, (3, 16), "added", 8, "words"), (17408, 2, None, "added", 8, "words"),
      (384, 3, None, "normed", 8, "words"), (2304, 16, None, "normed", 8, "words"),
+     (17408, 9, None, "added", 8, "words"),  # two products, of 8 rows and of one
      (5120, 8, None, "normed", 16, "rows")],
 )  # fmt: skip
 def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, by):
