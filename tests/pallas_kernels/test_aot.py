@@ -104,7 +104,7 @@ HOT = {
     "folded down": lambda: integers("pq2_0", 5120, 17408, 1, 1, folded=True),
     "folded, heads regrouped": lambda: integers("pq2_0", 5120, 6144, 1, 1, folded=True, heads=(3, 16)),
     "folded gate and up, rounded": lambda: integers("pq2_0", 17408, 5120, 2, 8, rounded=True),
-    "folded down, rounded": lambda: integers("pq2_0", 5120, 17408, 1, 8, rounded=True),
+    "folded down, rounded": lambda: integers("pq2_0", 5120, 17408, 1, 2, rounded=True),
     "rotated": lambda: rotated(16, 5120),
     "rotated and rounded, few rows": lambda: rotated(8, 5120, form=ROTATED_WORDS),
     "rotated and rounded, few rows, heads regrouped": lambda: rotated(
