@@ -3,9 +3,9 @@ the product wants them, by one launch that reads them once (rotated_columns.py).
 
     n = H(s * P(gamma x)) / sqrt(mean(x^2) + eps): the norm's scalar commutes with all that is linear
 
-A warp rotates 1,024 columns at a time, of which a lane then has 32 neighbours. What a product reads instead
-of float32 is a `Form` of its own room: activations_float16.rotated_form, activations_shared.ROTATED_WORDS and
-bit_mma's activations.ROTATED_INTEGERS.
+A warp rotates 1,024 columns at a time, and each lane ends up with 32 neighbouring columns. They are stored as
+float32, or in the form that the next product reads. Each `Form` is defined beside its product:
+activations_float16.rotated_form, activations_shared.ROTATED_WORDS and bit_mma's activations.ROTATED_INTEGERS.
 """
 
 import dataclasses

@@ -27,7 +27,7 @@ from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 from tests.pallas_kernels.stacks import drawn, sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, FLOAT16, TF32, check, of_float64, problem
-from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order, of_words
+from tests.pallas_kernels.test_lockstep_rows import TERNARY, in_order, unpacked
 
 pytestmark = pytest.mark.gpu
 
@@ -131,7 +131,7 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
     a = a * scale[:, None]
     np.testing.assert_allclose(a, in_group_order(n, 32), rtol=2**-10.9, atol=1e-5)
     words = activations_rotated(jnp.asarray(x), rotation, *norm, form=ROTATED_WORDS)
-    q, scale, squares = of_words(np.asarray(words))
+    q, scale, squares = unpacked(np.asarray(words))
     groups, squares_of_x = n.reshape(rows, -1, 32), (np.float64(x) ** 2).sum(-1)
     if normed:
         groups = groups * np.sqrt(squares_of_x / columns + 1e-6)[:, None, None]

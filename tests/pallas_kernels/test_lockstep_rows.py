@@ -214,7 +214,7 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added, first)
     np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
 
 
-def of_words(words):
+def unpacked(words):
     """int32 [rows, K / 2], as int_decode reads them -> (q [rows, groups, 32], scales of 32 columns, sums of
     squares of rows)."""
     rows = len(words)
@@ -272,7 +272,7 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
             np.float64(a) * np.float64(scale)[:, None] / size, want / size, rtol=2**-10.9, atol=2e-6
         )
     np.testing.assert_array_equal(words, words_of_many)
-    q, scale, squares = of_words(np.asarray(words))
+    q, scale, squares = unpacked(np.asarray(words))
     groups = (n * rms).reshape(3, -1, 32)
     np.testing.assert_allclose(scale, np.abs(groups).max(-1) / 127, rtol=2e-5)
     np.testing.assert_array_less(np.abs(q - groups / scale[..., None]), 0.501)

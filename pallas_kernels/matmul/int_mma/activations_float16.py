@@ -159,7 +159,7 @@ def _store_rotated(row: Row, a_gmem, scale_gmem, *, group: int | None):
 
 
 def _column_of(place: int, group: int | None) -> int:
-    """Which of 32 neighbouring columns is at a place of the order of groups of so many."""
+    """Which of 32 neighbouring columns stands at a place, in the order for groups of 16 or 32 columns."""
     if group is None:
         return place
     number, within = divmod(place, group)

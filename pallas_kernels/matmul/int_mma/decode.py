@@ -61,8 +61,8 @@ from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 # [rows, K / 2], of each 8 columns two words of signed bytes q, their scale s, and a part of the row's sum of
 # x^2; x, or x gamma, or the rotation of it, is s q.
 Rounded = dict[int, jax.Array]
-# Of 1,024 columns, of all rows: so many chunks each block rotates for itself. With 25 one launch for all
-# blocks was faster (LOG.md, 2026-12-01).
+# How many chunks of 1,024 columns, in all rows together, each block rotates for itself. With 25 it was faster
+# to rotate them once, in a launch before (LOG.md, 2026-12-01).
 MOST_CHUNKS = 24
 
 
