@@ -48,12 +48,13 @@ class Piece(NamedTuple):
 class Row:
     """A row, or a part of it, that a block has rotated, as one of its lanes sees it.
 
+    number    of the row
     columns   of x; `places` are those that are stored, with zeros behind the row's end
     is_whole  whether the block has all of the row; if not, x_gmem has the rest
     """
 
     pieces: list[Piece]
-    row: Any
+    number: Any
     columns: int
     places: int
     is_whole: bool
@@ -92,7 +93,7 @@ class Row:
         for first in range(0, self.columns, 4 * threads):
             at = self.thread * 4 + first
             inside = at < self.columns
-            x = memory.load_reals(4, self.x_gmem, [self.row, select(inside, at, index(0))])
+            x = memory.load_reals(4, self.x_gmem, [self.number, select(inside, at, index(0))])
             squares = squares + select(inside, sum_of_squares(x), 0.0)
         return squares
 
@@ -119,7 +120,7 @@ def _store_reals(row: Row, n_gmem):
         values = piece.values if norm is None else [v * norm for v in piece.values]
         with lanes.when(piece.start < row.columns):
             for i in range(0, LANES, 4):
-                memory.store_reals(values[i : i + 4], n_gmem, [row.row, piece.start + i])
+                memory.store_reals(values[i : i + 4], n_gmem, [row.number, piece.start + i])
 
 
 REALS = Form(

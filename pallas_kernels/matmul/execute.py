@@ -18,7 +18,7 @@ from pallas_kernels.selection import Candidate
 # A kernel in Products is the name of a candidate (selection.py), called as problems.Matmul describes. Beside
 # `run` it may offer
 #
-#     rotates(format, columns, rows) -> bool  whether it rotates inputs itself: weights keep their rotation
+#     rotates(format) -> bool                 whether it rotates inputs itself: weights keep their rotation
 #     run_stacks                              `run` for LayerStacks and Rows: it finds a layer's format itself
 #     run_below(x, pieces, part_layer, layer, gamma, eps)  matrices rows below rows, in one launch
 #     run_and_send(x, w, part_layer, peers)                the product, into mailboxes (all_reduce.py)
@@ -161,11 +161,11 @@ def rotated_input(
     return w.rotation(x), None
 
 
-def _rotates(kernel: Candidate, w: QTensor, x: jax.Array) -> bool:
+def _rotates(kernel: Candidate, w: QTensor) -> bool:
     """Whether a kernel rotates its inputs itself."""
     if w.rotation is None or "rotates" not in kernel.offers:
         return False
-    if not kernel.module.rotates(w.format, w.shape[1], x.size // x.shape[-1]):
+    if not kernel.module.rotates(w.format):
         return False
     from pallas_kernels.matmul import rotated_columns  # only GPUs need it
 
@@ -212,7 +212,7 @@ def _run(
     activation: Activation = SILU,
 ) -> jax.Array:  # fmt: skip
     kernel = _reference() if exact else kernel_of(weights[0], x)
-    if not _rotates(kernel, weights[0], x):
+    if not _rotates(kernel, weights[0]):
         x, gamma = rotated_input(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
     return kernel(x, weights, part_layer, layer, gamma, eps, residual, activation)

@@ -103,20 +103,20 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
 
 # By blocks, each for itself; by a launch that also rounds; by one that does not.
 @pytest.mark.parametrize(
-    ("K", "rows", "heads", "kind", "bits", "by"),
-    [(5120, 1, None, "gated", 8, "blocks"), (6144, 2, (3, 16), "added", 8, "blocks"),
-     (17408, 1, None, "added", 8, "blocks"), (5120, 3, None, "normed", 16, "blocks"),
-     (768, 2, None, "normed", 8, "blocks"), (5120, 8, None, "gated", 8, "words"),
-     (6144, 7, (3, 16), "added", 8, "words"), (17408, 2, None, "added", 8, "words"),
-     (384, 3, None, "normed", 8, "words"), (2304, 16, None, "normed", 8, "words"),
-     (17408, 9, None, "added", 8, "words"),  # two products, of 8 rows and of one
-     (5120, 8, None, "normed", 16, "rows")],
+    ("K", "rows", "heads", "kind", "bits", "by", "format"),
+    [(5120, 1, None, "gated", 8, "blocks", "ptq1_0"), (6144, 2, (3, 16), "added", 8, "blocks", "ptq1_0"),
+     (17408, 1, None, "added", 8, "blocks", "ptq1_0"), (5120, 3, None, "normed", 16, "blocks", "ptq1_0"),
+     (768, 2, None, "normed", 8, "blocks", "ptq1_0"), (5120, 8, None, "gated", 8, "words", "ptq1_0"),
+     (6144, 7, (3, 16), "added", 8, "words", "ptq1_0"), (17408, 2, None, "added", 8, "words", "ptq1_0"),
+     (384, 3, None, "normed", 8, "words", "ptq1_0"), (2304, 16, None, "normed", 8, "words", "ptq1_0"),
+     (17408, 9, None, "added", 8, "words", "ptq1_0"),  # two products, of 8 rows and of one
+     (5120, 8, None, "normed", 16, "rows", "ptq1_0"), (512, 3, None, "gated", 8, "rows", "q6_k")],
 )  # fmt: skip
-def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, by):
+def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, by, format):
     """Inputs whose rotation is whole numbers times a group's scale, but for the rounding of both ways."""
     rng, top = np.random.default_rng(K + rows), 127 if bits == 8 else 127 * 257
     n = rng.integers(-top, top + 1, (rows, K // 32, 32))
-    n[..., 5] = top
+    n[..., (5, 21)] = top  # of groups of 16 too
     n = (n * 2.0 ** rng.integers(-10, -8, (rows, K // 32, 1))).reshape(rows, K)
     signs, normed = rng.choice([-1.0, 1.0], K).astype(np.float32), kind in ("normed", "gated")
     gamma = 2.0 ** rng.integers(-1, 2, (2, K)).astype(np.float32)
@@ -126,21 +126,23 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits, b
         x = x.reshape(rows, *heads[::-1], -1).swapaxes(1, 2).reshape(rows, K)
     x = np.float32(x / gamma[1] if normed else x)
     norm = 1 / np.sqrt((np.float64(x) ** 2).mean(-1, keepdims=True) + 1e-6) if normed else 1.0
-    weights = [drawn("ptq1_0", (2, 32, K), seed) for seed in range(1 + (kind == "gated"))]
+    weights = [drawn(format, (2, 32, K), seed) for seed in range(1 + (kind == "gated"))]
     want = [norm * n @ np.float64(w.dense[1]).T for w in weights]
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     residual = rng.standard_normal((rows, 32)).astype(np.float32) if kind == "added" else None
     how = {"rotation": Rotation.from_signs(signs, block, heads), "products": Products(activation_bits=bits)}
     launches = mock.Mock(side_effect=activations_rotated.activations_rotated.__wrapped__)
     with lockstep(), mock.patch.object(activations_rotated, "activations_rotated", launches):
-        got = int_decode.run(
-            x, tuple(w.tiled.replace(**how) for w in weights), 1, 1, gamma if normed else None, 1e-6,
-            residual, SILU,
-        )  # fmt: skip
+        weights = tuple(w.tiled.replace(**how) for w in weights)
+        results = [  # of a layer whose number is known, and of one whose number is not
+            int_decode.run(x, weights, layer, layer, gamma if normed else None, 1e-6, residual, SILU)
+            for layer in (1, np.int32(1))
+        ]
     forms = [call.kwargs.get("form", REALS) for call in launches.call_args_list]
-    assert forms == {"blocks": [], "words": [ROTATED_WORDS], "rows": [REALS]}[by]
+    assert forms == {"blocks": [], "words": [ROTATED_WORDS] * 2, "rows": [REALS] * 2}[by]
     want = want if residual is None else want + residual
-    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    for got in results:
+        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 
 @pytest.mark.parametrize("bits", [8, 16])

@@ -73,8 +73,7 @@ def in_lane_order(made: list[np.ndarray]) -> np.ndarray:
 
 
 def rounded(d: np.ndarray, each: int) -> np.ndarray:
-    """Scales, each of so many columns, rounded as the kernel does: to 7 bits of the largest of a row's 512
-    columns."""
+    """Scales as the kernel rounds them: to 7 bits of the largest in 512 columns of a row."""
     steps_of_rows = d.reshape(len(d), -1, 128 * GROUPS // each)
     largest = np.maximum(np.abs(steps_of_rows).max(-1, keepdims=True), group_sums.SMALLEST)
     factor = (np.float32(127) / largest.astype(np.float32)).astype(np.float64)

@@ -159,7 +159,7 @@ def _quantize(x: list, bits: int):
 
 def _store_rotated(row: Row, q_gmem, scale_gmem):
     """A lane's 32 neighbouring columns in 8 bits, by the largest of its group's four lanes."""
-    norm, lane, m, top = row.norm(), integer(lanes.thread()) % LANES, integer(row.row), 127
+    norm, lane, m, top = row.norm(), integer(lanes.thread()) % LANES, integer(row.number), 127
     for piece in row.pieces:
         largest = largest_of_group(piece.values, lambda v: lanes.largest_of_warp(v, GROUP // LANES))
         # Columns 8 t + 4 h + (2 u + c) of 32 number 2 f + p (weight_bytes.py).
@@ -168,7 +168,7 @@ def _store_rotated(row: Row, q_gmem, scale_gmem):
         with lanes.when(piece.start < row.places):
             for h in (0, 1):
                 place = place_of_piece(4 * h + 2 * p + f, m)
-                memory.store_bytes(words[h::2], q_gmem, [0, group, row.row, place])
+                memory.store_bytes(words[h::2], q_gmem, [0, group, row.number, place])
             with lanes.when(lane % (GROUP // LANES) == 0):
                 scale = largest * (1 / top)
                 scale = scale if norm is None else scale * norm

@@ -403,7 +403,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     )  # fmt: skip
 
 
-def rotates(format: str, columns: int, rows: int) -> bool:
+def rotates(format: str) -> bool:
     """What rounds activations of ternary weights rotates them, too."""
     return formats.is_ternary(format)
 

@@ -148,14 +148,14 @@ def _store_rotated(row: Row, a_gmem, scale_gmem, *, group: int | None):
         prologue.flat(n), squares, row.warp, row.shared_smem, row.columns, row.eps
     )
     with lanes.when(row.thread == 0):
-        memory.store(scale, scale_gmem, row.row)
+        memory.store(scale, scale_gmem, row.number)
     for piece in row.pieces:
         a = [v * factor for v in piece.values]
         with lanes.when(piece.start < row.places):
             for first in range(0, len(a), WIDTH):
                 at = [_column_of(first + i, group) for i in range(WIDTH)]
                 pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
-                memory.store_halves(pairs, a_gmem, [row.row, piece.start + first])
+                memory.store_halves(pairs, a_gmem, [row.number, piece.start + first])
 
 
 def _column_of(place: int, group: int | None) -> int:

@@ -325,7 +325,7 @@ def _store_rotated(row: Row, words_gmem):
             with lanes.when(piece.start < row.columns):
                 for eight in range(LANES // 8):
                     words = [*q[2 * eight : 2 * eight + 2], scale, nothing if eight else squares]
-                    memory.store_words(words, words_gmem, [row.row, piece.start // 2 + 4 * eight])
+                    memory.store_words(words, words_gmem, [row.number, piece.start // 2 + 4 * eight])
 
 
 # Rotated rows (matmul/activations_rotated.py) as decode.Rounded, with a scale for 32 columns. They stand for

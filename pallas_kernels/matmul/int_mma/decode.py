@@ -66,8 +66,8 @@ Rounded = dict[int, jax.Array]
 MOST_CHUNKS = 24
 
 
-def rotates(format: str, columns: int, rows: int) -> bool:
-    """Blocks rotate inputs, or a launch before them does."""
+def rotates(format: str) -> bool:
+    """Blocks rotate inputs, or a launch before them that this module makes."""
     return True
 
 

@@ -403,7 +403,7 @@ def _group(w) -> int:
     return formats.get(w.format).LANES.group
 
 
-def rotates(format: str, columns: int, rows: int) -> bool:
+def rotates(format: str) -> bool:
     """The kernel that rounds activations rotates them too."""
     return True
 
