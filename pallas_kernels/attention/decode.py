@@ -8,7 +8,7 @@ split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
     first keys and values of its split -> shared memory, or registers         (on their way while q is made)
     team:   q, k and v of the new token -> norm, rope -> shared memory, cache   (decode_token.py)
     warp:   the new key in its place; scores, online softmax, weighted values   (tensor cores)
-    team:   its warps -> shared memory -> (m, l, o) of the split
+    team:   (m, l, o) of the split, through shared memory
     splits -> out
 
 Splits meet as decode_splits.py has it, for which all blocks of a launch must run at once: one on each
@@ -16,6 +16,7 @@ multiprocessor do. `decode_attention` is this phase as a kernel of its own; step
 one launch with the products.
 """
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
@@ -35,9 +36,9 @@ from pallas_kernels.attention.decode_cache import (
     team_owner,
     team_warp,
 )
-from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, WARPS, Plan
+from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_OF_SEVERAL, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
-from pallas_kernels.attention.decode_splits import combine
+from pallas_kernels.attention.decode_splits import Splits
 from pallas_kernels.attention.decode_token import LaneHead, lane_heads
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
@@ -271,18 +272,17 @@ class Attention(Plan):
         """
         share = self._share(bounds)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            slot = None if slots is None else slots(integer(lanes.thread() // 32))
             if next_layer is not None:
                 few = true() if prefetch_below is None else share.length < prefetch_below // self.rows
                 next_layer = next_layer, few
             work = LayerShare(self, cache, share, layer)
-            warp_heads = attend(work, smem, slot, load_qkv, next_layer, asked, loaded)
             sink = None
             if cache.sinks is not None:
                 sink = lambda head: cache.sink(layer, share.heads * self.heads + head)  # noqa: E731
-            if around is not None:
-                around = functools.partial(around, share)
-            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys, sink, around)
+            around = contextlib.nullcontext if around is None else functools.partial(around, share)
+            splits = Splits(self, share, store_out, exchange, pass_on, after_keys, sink, around)
+            attend(work, smem, slots, load_qkv, splits.give, next_layer, asked, loaded)
+            splits.meet()
 
     def load_new(self, cache: Cache, layer, load_qkv) -> list[LaneHead] | None:
         """What a team has of new tokens' q, k and v, which nobody is making any more. To load it first makes
@@ -332,7 +332,10 @@ class Attention(Plan):
         length = index(larger_signed(position, 0))
         keys = length + select(active, index(1), index(0))
         visible = keys - self._first_key(keys)
-        return keys, length, select(visible <= self.keys_of_one_split, index(1), index(self.splits))
+        several = index(self.splits)
+        if not self.all_splits:
+            several = minimum(ceil_divided(visible, KEYS_OF_SEVERAL), several)
+        return keys, length, select(visible <= self.keys_of_one_split, index(1), several)
 
     def _first_key(self, keys):
         """The first key that a row's splits share out, of so many: the first of the 16 among which the window

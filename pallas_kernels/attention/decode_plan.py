@@ -15,9 +15,11 @@ from pallas_kernels.attention.scores import PLAIN, Scores
 
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
+TILE = 16  # dimensions of values that a tensor core makes at a time
 BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
 KEYS_PER_SPLIT = KEYS * WARPS  # as many are on their way before q arrives
+KEYS_OF_SEVERAL = 96  # of each split of a row that has several, if there are blocks for that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Plan:
     scores: Scores = PLAIN
     one_launch: bool = False  # a phase of a launch, whose blocks all run at once; 8 warps of each attend
     tokens: int = 1  # neighbouring rows that are one sequence's tokens, one after another
+    all_splits: bool = False  # whether a row with several splits has all of them
     other_warps: bool = False  # whether a block of one launch has more warps, which do not attend
 
     @property
@@ -59,6 +62,16 @@ class Plan:
         return 2 if self.heads <= 4 else 1
 
     @property
+    def products(self) -> int:
+        """By which 16 keys and values are multiplied, one after the other."""
+        return 3 - self.columns
+
+    @property
+    def heads_at_once(self) -> int:
+        """Heads that a tensor core's columns have room for."""
+        return 8 // self.columns
+
+    @property
     def owners(self) -> int:
         """Rows times blocks of query heads."""
         return self.rows * self.kv_heads * self.group // self.heads
@@ -70,11 +83,13 @@ class Plan:
 
     @property
     def splits(self) -> int:
-        """Splits of a row's keys, if it has more than one block's."""
+        """Splits of a row's keys, at most."""
         keys = self.pages * self.page_size
         if self.scores.window is not None:
             keys = min(keys, self.scores.window + KEYS - 1)
-        return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_splits))
+        if keys <= self.keys_of_one_split:
+            return 1
+        return max(1, min(-(-keys // KEYS_OF_SEVERAL), self.most_splits))
 
     @property
     def keys_of_one_split(self) -> int:
@@ -90,6 +105,12 @@ class Plan:
         if self.one_launch:
             return WARPS // 2
         return 1 if 3 * self.owners >= 2 * WARPS * self.most_blocks else 4
+
+    @property
+    def in_one_visit(self) -> bool:
+        """Whether warps share out the values of as many keys as they have in one visit, and not these keys
+        alone (decode_values.py). A team that is smaller, or alone with its row, mostly has more keys."""
+        return self.team == WARPS and self.most_splits > 1
 
     @property
     def warps(self) -> int:
@@ -120,11 +141,21 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """float32 of a team: sums [warps, heads, head_dim], and before them what new tokens bring: queries
-        [heads, head_dim], keys and values [tokens, head_dim] each, units [heads], scales of keys and values
-        (decode_token.py)."""
-        new_token = (self.heads + 2 * self.tokens) * self.head_dim + self.heads + 2 * self.tokens
-        return max(self.team * self.heads * self.head_dim, -(-new_token // 4) * 4)
+        """float32 of a team: sums [warps, heads, head_dim], and before them what new tokens bring, and what
+        warps know of each other."""
+        return max(self.team * self.heads * self.head_dim, self.new_token + self.between)
+
+    @property
+    def new_token(self) -> int:
+        """float32 of what new tokens bring, a multiple of 4: queries [heads, head_dim], keys and values
+        [tokens, head_dim] each, units [heads], scales of keys and values (decode_token.py)."""
+        numbers = (self.heads + 2 * self.tokens) * self.head_dim + self.heads + 2 * self.tokens
+        return -(-numbers // 4) * 4
+
+    @property
+    def between(self) -> int:
+        """Words of what warps know of each other, a multiple of 4 (decode_values.py)."""
+        return (self.products * 64 + 2 * self.heads_at_once) * self.team if self.in_one_visit else 0
 
     @property
     def partial(self) -> int:

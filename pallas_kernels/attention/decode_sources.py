@@ -22,7 +22,7 @@ from pallas_kernels.attention.decode_keys import Warp
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, pairs
-from pallas_kernels.gpu.values import integer, long, maximum, minimum, real, select
+from pallas_kernels.gpu.values import integer, long, maximum, minimum, not_negative, real, select
 
 DOUBLED_BYTES = 128  # the widest keys of which a lane has room for 16, their values, and the next 16 of both
 WIDEST_AT_ONCE = 128  # the widest heads of which a lane has room for 16 keys and values
@@ -155,6 +155,20 @@ class Slots(Source):
         rows = [(self.warp.t * 2 + i, more) for more in (0, 8) for i in (0, 1)]
         return self._copied(1, rows, self.warp.value_part)
 
+    def bring_values(self):
+        """Of the last visit: all its values into their place, the new ones too, for other warps to read."""
+        warp, lane, pieces = self.warp, integer(lanes.thread() % 32), self.warp.row_bytes // 16
+        memory.wait_copies(0)
+        lanes.warp_barrier()
+        with lanes.when(self.has_new):
+            for number in range(warp.plan.tokens):
+                j, address = self.token.new_value(number)
+                row = integer(j) - integer(self.base)
+                visited = not_negative(row) & (row < KEYS) & (j <= warp.share.length)
+                with lanes.when(visited & (lane < pieces)):
+                    words = memory.load_shared(4, address + lane * 16)
+                    memory.store_shared(words, *piece_address(warp, 1, self.slot, row, lane))
+
     def request_keys(self):
         copy_next(self.warp, 0, self.next, self.page, self.slot)
 
@@ -179,8 +193,8 @@ class Slots(Source):
 
         def load(row, more, part):
             at = part * warp.itemsize
-            address = piece_address(warp, which, self.slot, row, at // 16) + at % 16
-            words = memory.load_shared(2 * warp.itemsize, address, more * warp.row_bytes)
+            address, offset = piece_address(warp, which, self.slot, row, at // 16, more)
+            words = memory.load_shared(2 * warp.itemsize, address + at % 16, offset)
             return [lanes.vector_of(words, element, 4 // warp.itemsize)]
 
         return [[load(row, more, part) for part in parts] for row, more in rows]
@@ -194,6 +208,8 @@ def begin(warp: Warp, first, step: int, slot, asked):
         slot, flip = slot
         copy_first(0, warp, slot, asked)
         copy_first(1, warp, slot)
+        if warp.plan.in_one_visit:
+            clear_values(warp, slot)
         copied_next = next_copied(following, step, flip)
         if flip is not None:
             with lanes.when((first < warp.share.stop) & (flip != 0)):
@@ -239,10 +255,27 @@ def chosen(condition, values, otherwise):
 
 
 def piece_address(warp: Warp, which: int, slot, row, piece, more: int = 0):
-    """Address of 16 bytes of key or value row + more, of which `more` has no bit at or below row's highest:
-    where no two of 8 lanes that read at once meet."""
-    at = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
-    return slot + row * warp.row_bytes + at + (more + which * KEYS) * warp.row_bytes
+    """Address of 16 bytes of key or value row + more, and what is to be added to it; `more` has no bit at or
+    below row's highest."""
+    at = (piece ^ turned(warp.plan, row)) * 16 ^ turned(warp.plan, more) * 16
+    return slot + row * warp.row_bytes + at, (more + which * KEYS) * warp.row_bytes
+
+
+def turned(plan: Plan, row):
+    """What the number of a piece of 16 bytes is turned by (xor) in a row. What lanes read at once are four
+    neighbouring pieces of keys of two neighbouring rows; two neighbouring pieces of values of four rows, all
+    even or all odd; or, in one visit, a piece of all even rows, or of all odd ones (decode_values.py)."""
+    at = row & 6 ^ (row & 1) << 2
+    return at ^ (row & 8) >> 3 if plan.in_one_visit else at
+
+
+def clear_values(work: LayerShare, slot):
+    """Zeros in place of a warp's first values, if it has no keys: others multiply them by weights of 0."""
+    warp = Warp.locate(work)
+    with lanes.when(~(work.share.start + warp.number * KEYS < work.share.stop)):
+        for at in range(0, KEYS * warp.row_bytes, 512):
+            address = slot + integer(lanes.thread() % 32) * 16
+            memory.store_shared([integer(0)] * 4, address, KEYS * warp.row_bytes + at)
 
 
 def copy(warp: Warp, which: int, base, page, slot):
@@ -256,7 +289,8 @@ def copy(warp: Warp, which: int, base, page, slot):
     source = memory.address_of(numbers, warp.place(base, piece * (16 // warp.itemsize), page))
     for first in range(0, KEYS, together):
         at = source + long(minimum(row + first, last) * (warp.plan.kv_heads * warp.row_bytes))
-        memory.copy_async(piece_address(warp, which, slot, row, piece, first), at, 16)
+        to, offset = piece_address(warp, which, slot, row, piece, first)
+        memory.copy_async(to, at, 16, offset, source_at=0)
 
 
 def copy_next(warp: Warp, which: int, base, page, slot):

@@ -1,6 +1,6 @@
 """How a row's attention is put together, of what warps and blocks have of its keys (decode.py).
 
-    warps' (m, l, o)    -> shared memory -> the split's
+    warps' (m, l, o)    -> the split's, through shared memory or as decode_values.py has it
     splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part
 
 m is the largest score, l the sum of weights 2^(score - m), o the weighted values. A head's sink has no value:
@@ -11,15 +11,16 @@ barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.attention.decode_cache import Share, team_barrier, team_begin, team_thread
 from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
+from pallas_kernels.gpu.values import ceil_divided, index, minimum, select
 from pallas_kernels.gpu.values import maximum as largest_of
-from pallas_kernels.gpu.values import minimum, select
 from pallas_kernels.gpu.values import total as added
 
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
@@ -82,7 +83,7 @@ class Block:
 
     def several(self, element, count: int, sink=None) -> tuple[list, Any, Any]:
         """Outputs of `count` (1, 2 or 4) neighbouring elements of [heads, head_dim], 0 without keys, with
-        `sink` as for `combine`; m and l of their head."""
+        `sink` as `Splits` has it; m and l of their head."""
         plan, head = self.plan, element // self.plan.head_dim
         largest, total, weights = self.combined(head)
         divisor = with_sink(total, largest, sink, head)
@@ -104,6 +105,10 @@ class Block:
             with lanes.when(element < size):
                 use(element, *self.several(element, count, sink))
 
+    def loader(self, sink=None):
+        """element -> output. When it returns, all warps have read their keys and values."""
+        return lambda element: self.several(element, 1, sink)[0][0]
+
 
 def weighted(weights: Sequence, values: Sequence):
     return added([w * v for w, v in zip(weights, values, strict=True)])
@@ -119,69 +124,112 @@ def with_sink(total, largest, sink, head):
     return total if sink is None else total + lanes.exp2(sink(head) - largest)
 
 
-def combine(
-    plan: Plan, share: Share, smem, warp_heads, store_out, exchange: Exchange, pass_on=None, after_keys=None,
-    sink=None, around=None,
-):  # fmt: skip
-    """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
-    output. A row's only split gives it to `pass_on` by warps, where that is not None; `after_keys` is called
-    when all warps have read their keys (decode.Attention.run); sink(head of the block) is log2(e) times its
-    sink, None: there are none; around(whether it is the only split), where that is not None, is a context in
-    which outputs are stored."""
-    size = plan.heads * plan.head_dim
-    block = Block.store(plan, smem, warp_heads)
-    if after_keys is not None:
-        after_keys()
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """Where a split's (m, l, o) go.
 
-    def store(element, outputs, *_):
+    store_out   (output, row, column)
+    exchange    where splits meet
+    pass_on     gets the output of a row's only split, by warps; None: `store_out` does
+    after_keys  called when all warps have read their keys and values, or None
+    sink        (head of the block) -> log2(e) times its sink; None: there are none
+    around      (whether it is the only split) -> a context in which outputs are stored
+    """
+
+    plan: Plan
+    share: Share
+    store_out: Callable
+    exchange: Exchange
+    pass_on: Callable | None
+    after_keys: Callable | None
+    sink: Callable | None
+    around: Callable
+
+    def give(self, made):
+        """What warps have of a split, `Block` or decode_values.Dimensions: the output, if it is the row's
+        only one, or what all its splits wait for."""
+        plan, share = self.plan, self.share
+        size, alone = plan.heads * plan.head_dim, share.splits == 1
+        with lanes.when(alone), self.around(True):
+            if self.pass_on is None:
+                made.outputs(self._store, self.sink)
+            else:
+                output = made.loader(self.sink)
+                if self.after_keys is not None:
+                    self.after_keys()  # `pass_on` takes long
+
+                def load(columns):
+                    """Outputs of columns of all heads, an index and a constant each."""
+                    return [output(first - share.heads * size + more) for first, more in columns]
+
+                self.pass_on(share.row, share.heads, load)
+        if plan.splits == 1:
+            return
+        with lanes.when(~alone):
+            begin = (share.split + share.owner * plan.splits) * plan.partial
+
+            def send(element, outputs, largest, total):
+                self.exchange.send(begin + element, outputs)
+                with lanes.when(element % plan.head_dim == 0):
+                    log_total = select(total > 0.0, largest + lanes.log2(total), LOWEST)
+                    self.exchange.send(begin + size + element // plan.head_dim, [log_total])
+
+            made.outputs(send)
+
+    def meet(self):
+        """Make this split's part of the outputs, if there are several."""
+        several, passed_on = ~(self.share.splits == 1), self.pass_on is not None
+        if self.after_keys is not None and not (passed_on and self.plan.splits == 1):
+            with lanes.when(several) if passed_on else contextlib.nullcontext():
+                team_barrier(self.plan)()
+                self.after_keys()
+        if self.plan.splits > 1:
+            with lanes.when(several), self.around(False):
+                self._make(team_thread(self.plan))
+
+    def _store(self, element, outputs, *_):
+        share, size = self.share, self.plan.heads * self.plan.head_dim
         for i, output in enumerate(outputs):
-            store_out(output, share.row, element + share.heads * size + i)
+            self.store_out(output, share.row, element + share.heads * size + i)
 
-    def load(columns):
-        """Outputs of columns of all heads, an index and a constant each."""
-        return [block.several(first - share.heads * size + more, 1, sink)[0][0] for first, more in columns]
+    def _make(self, thread):
+        """This split's part of the outputs, of all splits' results: as many neighbouring lanes as there are
+        splits, or the next power of two, up to 32, have 4 neighbouring outputs together."""
+        plan, share = self.plan, self.share
+        size, splits, shift = plan.heads * plan.head_dim, index(share.splits), index(1)
+        for n in (2, 4, 8, 16):
+            if n < plan.splits:
+                shift = shift + select(splits > n, index(1), index(0))
+        together, fours = index(1) << shift, ceil_divided(index(size // 4), splits)
+        lane, per_lane = thread & (together - 1), range(0, plan.splits, 32)
 
-    around = around or (lambda alone: contextlib.nullcontext())
-    alone = share.splits == 1
-    with lanes.when(alone), around(True):
-        block.outputs(store, sink) if pass_on is None else pass_on(share.row, share.heads, load)
-    if plan.splits == 1:
-        return
-    with lanes.when(~alone), around(False):
-        begin = (share.split + share.owner * plan.splits) * plan.partial
+        def next_fours(first, carry):
+            number = (thread >> shift) + first
+            four = share.split * fours + number
+            exists = (number < fours) & (four < size // 4)
+            element = minimum(four, size // 4 - 1) * 4
+            head, places = element // plan.head_dim, []
+            for s in per_lane:
+                begin = (minimum(lane + s, splits - 1) + share.owner * plan.splits) * plan.partial
+                places += [((begin + element, 0), 4), ((begin + head, size), 1)]
+            loaded = self.exchange.receive(places)
+            totals = [select(lane + s < splits, loaded[5 * k + 4], LOWEST) for k, s in enumerate(per_lane)]
+            (largest,) = self._combined(together, [functools.reduce(largest_of, totals)], largest_of)
+            weights = [lanes.exp2(m - largest) for m in totals]
+            sums = [added(weights), *(weighted(weights, loaded[i::5]) for i in range(4))]
+            total, *outputs = self._combined(together, sums, operator.add)
+            inverse = lanes.reciprocal(with_sink(total, largest, self.sink, head))
+            with lanes.when(exists & (lane == 0)):
+                self._store(element, [output * inverse for output in outputs])
+            return carry
 
-        def send(element, outputs, largest, total):
-            exchange.send(begin + element, outputs)
-            with lanes.when(element % plan.head_dim == 0):
-                log_total = select(total > 0.0, largest + lanes.log2(total), LOWEST)
-                exchange.send(begin + size + element // plan.head_dim, [log_total])
+        lanes.loop(0, fours, index(32 * plan.team) >> shift, [], next_fours)
 
-        block.outputs(send)
-        _make(plan, share, exchange, block.thread, store, sink)
-
-
-def _make(plan: Plan, share: Share, exchange: Exchange, thread, store, sink):
-    """This split's part of the outputs, of all splits' results: as many lanes as there are splits have 4
-    neighbouring outputs together."""
-    size, splits = plan.heads * plan.head_dim, plan.splits
-    together = min(32, 1 << (splits - 1).bit_length())
-    per_lane, fours = -(-splits // together), -(-size // (4 * splits))
-    lane = thread % together
-    for first in range(0, fours, 32 * plan.team // together):
-        number = thread // together + first
-        four = share.split * fours + number
-        exists = (number < fours) & (four < size // 4)
-        element = minimum(four, size // 4 - 1) * 4
-        head, places = element // plan.head_dim, []
-        for s in range(0, splits, together):
-            begin = (minimum(lane + s, splits - 1) + share.owner * splits) * plan.partial
-            places += [((begin + element, 0), 4), ((begin + head, size), 1)]
-        loaded = exchange.receive(places)
-        totals = [select(lane + s * together < splits, loaded[5 * s + 4], LOWEST) for s in range(per_lane)]
-        largest = lanes.largest_of_warp(functools.reduce(largest_of, totals), together)
-        weights = [lanes.exp2(m - largest) for m in totals]
-        sums = [added(weights), *(weighted(weights, loaded[i::5]) for i in range(4))]
-        total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
-        inverse = lanes.reciprocal(with_sink(total, largest, sink, head))
-        with lanes.when(exists & (lane == 0)):
-            store(element, [output * inverse for output in outputs])
+    def _combined(self, together, x: list, combine: Callable) -> list:
+        """Numbers of so many neighbouring lanes, a power of two from 2 on, by a function of two."""
+        for distance in (1, 2, 4, 8, 16):
+            if distance >= self.plan.splits:
+                break
+            both = lambda x=x, distance=distance: [combine(v, lanes.swapped(v, distance)) for v in x]  # noqa: E731
+            x = both() if distance == 1 else lanes.choose(together > distance, both, x)
+        return x

@@ -267,6 +267,12 @@ class NewToken(LayerShare):
             at = at + size
         return out
 
+    def new_value(self, number: int) -> tuple:
+        """(which key's, address) of the value of a new token as it is stored."""
+        j = self.share.length if self.plan.tokens == 1 else self.stored + number
+        begin = self._stored_place(1) + number * self.plan.head_dim
+        return j, memory.shared_address(self.smem) + integer(begin) * 4
+
     def scale(self, which: int, j):
         begin = self._scales + which * self.plan.tokens
         return memory.load(self.smem, self._token_place(self._number_of(j), begin))

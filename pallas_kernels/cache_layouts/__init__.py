@@ -31,6 +31,8 @@ OPERAND, the first in its low half:
     narrow      head, distances -> (a list of stored, scale), as `quantize` has it
     pairs       stored -> its neighbours, without their scale: 4 times the pairs whose sum they are
     pairs_across  two of stored -> what stands in the same place of both: 8 times such pairs
+    pairs_transposed  a word of which each half has a number of 2 bytes, or two of 1, of another key
+                (memory.load_transposed) -> for each number the pair of both keys. Not of numbers of 4 bytes
 
 What one layout has as another has it, it imports. `get(name)` imports by file name, so a new file is a new
 layout.

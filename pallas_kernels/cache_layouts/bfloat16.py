@@ -33,5 +33,9 @@ def pairs(stored):
     return [[word] for word in gpu.lanes.words(stored[0])]
 
 
+def pairs_transposed(word):
+    return [word]
+
+
 def pairs_across(a, b):
     return [[word] for word in gpu.pairs.across(gpu.lanes.words(a[0]), gpu.lanes.words(b[0]))]

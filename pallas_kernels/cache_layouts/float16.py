@@ -9,6 +9,7 @@ from pallas_kernels.cache_layouts.bfloat16 import (
     load_scale,
     pairs,
     pairs_across,
+    pairs_transposed,
     rotate,
     rotate_lanes,
     store,

@@ -104,8 +104,17 @@ def pairs_across(a, b):
         for selector in (0x5410, 0x7632):  # two neighbours of a, then of b
             both = gpu.lanes.bytes_of(a_word, b_word, selector)
             for word in (both, both >> 8):
-                out.append([_less_1152(gpu.lanes.halves_of_code(word, 0x00FF00FF, 0x00800080))])
+                out.append([_pair(word)])
     return out
+
+
+def pairs_transposed(word):
+    return [_pair(word), _pair(gpu.values.as_value(word) >> 8)]
+
+
+def _pair(word):
+    """The lower bytes of two halves."""
+    return _less_1152(gpu.lanes.halves_of_code(word, 0x00FF00FF, 0x00800080))
 
 
 def _less_1152(pair):

@@ -141,6 +141,14 @@ def load_shared(count: int, address, at: int = 0):
     return lanes.ptx([i32()] * count, [address], text, constraints, effects=True)
 
 
+def load_transposed(count: int, address):
+    """2 or 4 matrices of 8 x 8 numbers of 16 bits in shared memory, transposed: lane 8 n + r has the address
+    of row r of matrix n, 16 bytes; lane 4 g + t gets a word of each, rows 2 t and 2 t + 1 of column g."""
+    names = ",".join(f"${i}" for i in range(count))
+    text = f"ldmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 {{{names}}}, [${count}];"
+    return lanes.ptx([i32()] * count, [address], text, "=r," * count + "r,~{memory}", effects=True)
+
+
 def store_shared(words, address, at: int = 0):
     """1, 2 or 4 words into shared memory."""
     width, names = _several(1, len(words))

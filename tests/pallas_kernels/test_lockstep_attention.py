@@ -128,6 +128,13 @@ SHAPES = [
 ]
 # Each layout has every second shape.
 CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumerate(SHAPES) if (i + j) % 2]
+# Splits of at most 128 keys, whose warps share out a head's dimensions (decode_values.py).
+FEW_KEYS = [
+    (4, 1, 128, [200, 100, 5, -1], 16, False, True, 12),
+    (7, 1, 128, [250, 17], 64, True, True, 8),
+]
+CASES += [(n, *s) for n in ("bfloat16", "float16", "int8") for s in FEW_KEYS]
+CASES += [("float16", 2, 1, 64, [3300], 64, False, False, 70)]  # 35 splits: a lane has two of them
 
 
 @pytest.mark.parametrize(
@@ -138,6 +145,18 @@ def test_attention_in_lockstep_is_the_reference(
 ):
     sizes = H, Hkv, D, lengths, page_size, layout, interleaved, normed
     check(most, layout, lengths, page_size, *problem(*sizes))
+
+
+def test_a_row_has_the_same_bits_whatever_its_context():
+    """A row has as many splits as its keys need, not as many as its context has room for."""
+    args, rest = problem(4, 1, 128, [200], 16, "float16", False, True)
+    qkv, *pages, table, positions, layer = args
+    angles = tuple(r[:, 0] for r in rest["rotation"])
+    behind = positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False
+    short, long = table, np.pad(table, ((0, 0), (0, 100)))
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 40):
+        want, got = (decode.decode_attention(qkv[:, 0], *pages, t, *behind)[0] for t in (short, long))
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

@@ -284,6 +284,17 @@ def _load_shared(machine, match, address):
     return machine.load_shared(address, int(match[2]), int(match[1] or 1))
 
 
+@instruction(r"ldmatrix\.sync\.aligned\.m8n8\.x([24])\.trans\.shared\.b16")
+def _load_transposed(machine, match, address):
+    machine.whole_warps()
+    count = int(match[1])
+    with machine.masked(machine.all % 32 < 8 * count):  # the others' addresses are not used
+        rows = [v.of_threads(len(machine.all)) for v in machine.load_shared(address, 0, 4)]
+    rows = np.stack(rows, axis=-1).astype(np.int32).view(np.int16).reshape(-1, 4, 8, 8)  # [warp, matrix, ..]
+    columns = np.ascontiguousarray(rows.swapaxes(2, 3)).view(np.uint32)  # [warp, matrix, g, t]
+    return [i32(columns[:, n].reshape(-1).astype(np.int64)) for n in range(count)]
+
+
 @instruction(r"st\.shared(?:\.v\d)?\.u32 \[\$0\+(\d+)\]")
 def _store_shared(machine, match, address, *words):
     machine.store_shared(address, int(match[1]), words)
