@@ -1,5 +1,5 @@
-"""Weighted values of a team of warps of decode attention that has at most 16 keys a warp, and these in shared
-memory. Each warp weighs its own keys, then each makes 16 of a head's dimensions, of the keys of all warps:
+"""Weighted values of a block of 8 warps of decode attention that has at most 16 keys a warp, and these in
+shared memory. Each warp weighs its own keys, then makes 16 of a head's dimensions, of the keys of all warps:
 
     warp w   keys 16 w ..        -> scores -> m, their largest; weights 2^(score - m); their sum
                                                                  (all to shared memory)
@@ -14,9 +14,9 @@ import dataclasses
 import functools
 from typing import Any
 
-from pallas_kernels.attention.decode_cache import team_barrier, team_begin, team_warp
+from pallas_kernels.attention.decode_cache import team_barrier, team_warp
 from pallas_kernels.attention.decode_keys import Warp
-from pallas_kernels.attention.decode_plan import KEYS, TILE, Plan
+from pallas_kernels.attention.decode_plan import KEYS, TILE, WARPS, Plan
 from pallas_kernels.attention.decode_scores import head_columns, scaled, scored, seen, weights
 from pallas_kernels.attention.decode_sources import Slots, turned
 from pallas_kernels.attention.decode_splits import LOWEST, quotient, with_sink
@@ -27,7 +27,7 @@ from pallas_kernels.gpu.values import as_real, as_word, fma, greatest, integer, 
 @dataclasses.dataclass(frozen=True)
 class Dimensions:
     """(m, l, o) of a split, as its warps have them: of this lane's heads the largest score, the sum of
-    weights, and sums of weighted values o [tile][half][head], a tile being 16 dimensions."""
+    weights, and sums of weighted values o [half][head] of two of the warp's 16 dimensions."""
 
     warp: Warp
     smem: Any
@@ -35,46 +35,32 @@ class Dimensions:
     totals: list
     o: list
 
-    @classmethod
-    def none(cls, warp: Warp, smem) -> "Dimensions":
-        """Of a split without keys."""
-        heads, tiles = len(warp.heads), -(-warp.plan.head_dim // (TILE * warp.plan.team))
-        zeros = [[[real(0)] * heads] * 2 for _ in range(tiles)]
-        return cls(warp, smem, [real(LOWEST)] * heads, [real(0)] * heads, zeros)
-
     def outputs(self, use, sink=None):
         """use(element of [heads, head_dim], [output], m, l) for each that this lane has, 0 without keys; with
         `sink` as `decode_splits.Splits` has it."""
-        plan = self.warp.plan
+        plan, g, dimensions = self.warp.plan, lanes.thread() % 32 // 4, team_warp(self.warp.plan) * TILE
         for k, head in enumerate(self.warp.heads):
             largest, total = self.maxima[k], self.totals[k]
             divisor = with_sink(total, largest, sink, minimum(head, plan.heads - 1))
-            for i, tile in enumerate(self.o):
-                exists = head < plan.heads
-                if (i + 1) * plan.team * TILE > plan.head_dim:
-                    exists = exists & (team_warp(plan) + i * plan.team < plan.head_dim // TILE)
-                with lanes.when(exists):
-                    for half, sums in enumerate(tile):
-                        use(self._element(i, half, head), [quotient(sums[k], divisor)], largest, total)
+            exists = head < plan.heads
+            if plan.head_dim < TILE * WARPS:
+                exists = exists & (dimensions < plan.head_dim)
+            with lanes.when(exists):
+                for half, sums in enumerate(self.o):
+                    at = g + 8 * half if self.warp.itemsize == 2 else g * 2 + half
+                    element = head * plan.head_dim + dimensions + at
+                    use(element, [quotient(sums[k], divisor)], largest, total)
 
     def loader(self, sink=None):
         """element -> output, of all warps' elements. When it returns, all have read keys and values."""
-        begin = team_begin(self.warp.plan)
-        self.outputs(lambda element, output, *_: memory.store(*output, self.smem, element + begin), sink)
+        self.outputs(lambda element, output, *_: memory.store(*output, self.smem, element), sink)
         team_barrier(self.warp.plan)()
-        return lambda element: memory.load(self.smem, element + begin)
-
-    def _element(self, i: int, half: int, head):
-        """Of [heads, head_dim], of this lane; of the last tiles some are beyond it."""
-        plan, g = self.warp.plan, lanes.thread() % 32 // 4
-        tile = minimum(team_warp(plan) + i * plan.team, plan.head_dim // TILE - 1)
-        at = g + 8 * half if self.warp.itemsize == 2 else g * 2 + half
-        return head * plan.head_dim + tile * TILE + at
+        return lambda element: memory.load(self.smem, element)
 
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """What the warps of a team know of each other, in shared memory from an address on: weights [product,
+    """What the warps know of each other, in shared memory from an address on: weights [product,
     warp, column, 8 words], a word of two keys; maxima and totals [head, warp]. Plan.between are the words of
     it."""
 
@@ -97,9 +83,8 @@ class Between:
 
     def by_warp(self, which: int, head) -> list:
         """Maxima (0) or totals (1) of a head, by warps."""
-        team, address = self.plan.team, self.address + self._head_begin(which, integer(head))
-        each = min(4, team)
-        words = [word for w in range(0, team, each) for word in memory.load_shared(each, address, 4 * w)]
+        address = self.address + self._head_begin(which, integer(head))
+        words = [word for w in range(0, WARPS, 4) for word in memory.load_shared(4, address, 4 * w)]
         return list(map(as_real, words))
 
     def pairs(self, g, t) -> list:
@@ -107,31 +92,30 @@ class Between:
         address = self.address + g * 32 + t * 8
         return [
             [memory.load_shared(2, address, self._weights(p, w, 0)) for p in range(self.plan.products)]
-            for w in range(self.plan.team)
+            for w in range(WARPS)
         ]
 
     def _weights(self, product: int, warp, column):
-        return ((warp + product * self.plan.team) * 8 + column) * 32
+        return ((warp + product * WARPS) * 8 + column) * 32
 
     def _head_begin(self, which: int, head):
         plan = self.plan
-        return head * (4 * plan.team) + (plan.products * 64 + which * plan.heads_at_once) * plan.team * 4
+        return head * (4 * WARPS) + (plan.products * 64 + which * plan.heads_at_once) * WARPS * 4
 
 
 def visited(source: Slots, slots, smem) -> Dimensions:
-    """A team's only visit. slots as for `decode.Attention.run`."""
+    """A block's only visit. slots as for `decode.Attention.run`."""
     warp, plan = source.warp, source.warp.plan
-    none = Dimensions.none(warp, smem)
-    begin = memory.shared_address(smem) + integer(team_begin(plan) + plan.new_token) * 4
-    between, busy = Between(plan, begin), source.base < warp.share.stop
+    between = Between(plan, memory.shared_address(smem) + plan.new_token * 4)
+    busy = source.base < warp.share.stop
     with lanes.when(busy):
         between.store(warp, *_weighed(source))
         source.bring_values()
     with lanes.when(~busy):
-        words = [[integer(0)] * plan.columns] if plan.columns == 2 else [[integer(0)] * 2] * 2
-        between.store(warp, words, none.maxima, none.totals)
+        words, heads = [[integer(0)] * 2] * plan.products, len(warp.heads)
+        between.store(warp, words, [real(LOWEST)] * heads, [real(0)] * heads)
     team_barrier(plan)()
-    return _all_values(source, slots, between, none)
+    return _all_values(source, slots, between, smem)
 
 
 def _weighed(source: Slots) -> tuple:
@@ -147,7 +131,7 @@ def _weighed(source: Slots) -> tuple:
     return pairs if plan.columns == 2 else list(zip(*pairs, strict=True)), maxima, totals
 
 
-def _all_values(source: Slots, slots, between: Between, none: Dimensions) -> Dimensions:
+def _all_values(source: Slots, slots, between: Between, smem) -> Dimensions:
     """The values of all warps, by their weights."""
     warp, plan, layout = source.warp, source.warp.plan, source.warp.cache.layout
     pairs = between.pairs(warp.g, warp.t)
@@ -156,31 +140,27 @@ def _all_values(source: Slots, slots, between: Between, none: Dimensions) -> Dim
     factors = [[lanes.exp2(m - most) for m in each] for each, most in zip(known[0], maxima, strict=True)]
     weighted = functools.partial(functools.reduce, lambda total, each: fma(each[0], each[1], total))
     totals = [weighted(zip(f, each, strict=True), real(0)) for f, each in zip(factors, known[1], strict=True)]
-    first_of_team = integer(lanes.thread() // (32 * plan.team) * plan.team) if plan.teams > 1 else 0
-    places = [slots(integer(first_of_team + w))[0] for w in range(plan.team)]
-    o = []
-    for i, tile in enumerate(none.o):
-        at, sums = _offset(warp, i), tile
-        for w, place in enumerate(places):
-            words = memory.load_transposed(2 * warp.itemsize, place + at)
-            a, c = [pair for word in words for pair in layout.pairs_transposed(word)], [real(0)] * 4
-            for b in pairs[w]:
-                c = tensor_cores.add_product(c, a, b, layout.OPERAND)
-            sums = [
-                [fma(factors[k][w], v, total) for k, (v, total) in enumerate(zip(new, half, strict=True))]
-                for new, half in zip((head_columns(plan, c[j : j + 2]) for j in (0, 2)), sums, strict=True)
-            ]
-        o.append(sums)
-    return dataclasses.replace(none, maxima=maxima, totals=totals, o=o)
+    at, o = _offset(warp), [[real(0)] * len(warp.heads)] * 2
+    for w in range(WARPS):
+        place, _ = slots(integer(w))
+        words = memory.load_transposed(2 * warp.itemsize, place + at)
+        a, c = [pair for word in words for pair in layout.pairs_transposed(word)], [real(0)] * 4
+        for b in pairs[w]:
+            c = tensor_cores.add_product(c, a, b, layout.OPERAND)
+        o = [
+            [fma(factors[k][w], v, total) for k, (v, total) in enumerate(zip(new, half, strict=True))]
+            for new, half in zip((head_columns(plan, c[j : j + 2]) for j in (0, 2)), o, strict=True)
+        ]
+    return Dimensions(warp, smem, maxima, totals, o)
 
 
-def _offset(warp: Warp, i: int):
+def _offset(warp: Warp):
     """Behind the beginning of a warp's place the row of values whose address this lane has for
-    memory.load_transposed: of this warp's i-th tile."""
-    plan, lane = warp.plan, integer(lanes.thread() % 32)
-    tile, row, matrix = warp.number + i * plan.team, lane % 8, lane // 8
-    if (i + 1) * plan.team * TILE > plan.head_dim:
+    memory.load_transposed: of this warp's dimensions."""
+    plan, lane, tile = warp.plan, integer(lanes.thread() % 32), warp.number
+    if plan.head_dim < TILE * WARPS:
         tile = minimum(tile, plan.head_dim // TILE - 1)
+    row, matrix = lane % 8, lane // 8
     # Two pieces of 16 bytes, each of the even and of the odd keys; or one.
     piece, odd = (tile * 2 + matrix % 2, matrix // 2) if warp.itemsize == 2 else (tile, matrix % 2)
     key = (row - row % 2) + odd + row % 2 * 8
