@@ -141,20 +141,20 @@ class Plan:
 
     @property
     def sums(self) -> int:
-        """float32 of a team: sums [warps, heads, head_dim], and before them what new tokens bring, and what
-        warps know of each other."""
+        """float32 of a team: sums [warps, heads, head_dim], and before them new tokens, and what warps tell
+        each other."""
         return max(self.team * self.heads * self.head_dim, self.new_token + self.between)
 
     @property
     def new_token(self) -> int:
-        """float32 of what new tokens bring, a multiple of 4: queries [heads, head_dim], keys and values
+        """float32 that new tokens take, a multiple of 4: their queries [heads, head_dim], keys and values
         [tokens, head_dim] each, units [heads], scales of keys and values (decode_token.py)."""
         numbers = (self.heads + 2 * self.tokens) * self.head_dim + self.heads + 2 * self.tokens
         return -(-numbers // 4) * 4
 
     @property
     def between(self) -> int:
-        """Words of what warps know of each other, a multiple of 4 (decode_values.py)."""
+        """Words through which warps tell each other their weights, a multiple of 4 (decode_values.py)."""
         return (self.products * 64 + 2 * self.heads_at_once) * self.team if self.in_one_visit else 0
 
     @property

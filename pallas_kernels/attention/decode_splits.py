@@ -226,7 +226,8 @@ class Splits:
         lanes.loop(0, fours, index(32 * plan.team) >> shift, [], next_fours)
 
     def _combined(self, together, x: list, combine: Callable) -> list:
-        """Numbers of so many neighbouring lanes, a power of two from 2 on, by a function of two."""
+        """Each number of x put together over `together` neighbouring lanes, a power of two, by a function of
+        two numbers."""
         for distance in (1, 2, 4, 8, 16):
             if distance >= self.plan.splits:
                 break

@@ -60,7 +60,7 @@ class Dimensions:
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """What the warps know of each other, in shared memory from an address on: weights [product,
+    """What the warps tell each other, in shared memory from an address on: weights [product,
     warp, column, 8 words], a word of two keys; maxima and totals [head, warp]. Plan.between are the words of
     it."""
 
