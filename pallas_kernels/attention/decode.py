@@ -264,7 +264,7 @@ class Attention(Plan):
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         after_keys  called by all threads when all keys have been read; of one team only
-        slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
+        slots       a warp's places in shared memory by its number, as `attend` has them; None: keys and
                     values go to registers
         asked       whether this warp's first keys have been asked for (`ask`)
         around      (share, whether it has all keys of its row) -> a context, in which outputs are stored

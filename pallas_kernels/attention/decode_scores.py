@@ -42,7 +42,7 @@ def weights(scores, sees, maxima) -> list:
 
 
 def head_columns(plan: Plan, two) -> list:
-    """What this lane's heads have of a row of results, of which it has two columns."""
+    """A row of results for each of this lane's heads: the sum of the lane's two columns, or one of them."""
     return [two[0] + two[1]] if plan.columns == 2 else two
 
 

@@ -202,7 +202,7 @@ class Slots(Source):
 
 def begin(warp: Warp, first, step: int, slot, asked):
     """Ask for a warp's first keys and values, from `first` on: (its source, without warp, token, base and
-    carry; what its first visit carries). slot and asked are `decode_warp.attend`'s."""
+    carry; what its first visit carries). slot: this warp's of `decode_warp.attend`'s; asked: as there."""
     following, make = first + step, functools.partial
     if slot is not None:
         slot, flip = slot
