@@ -38,7 +38,7 @@ from pallas_kernels.attention.decode_cache import (
 )
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_OF_SEVERAL, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
-from pallas_kernels.attention.decode_splits import Splits
+from pallas_kernels.attention.decode_splits import Splits, put_together
 from pallas_kernels.attention.decode_token import LaneHead, lane_heads
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
@@ -257,7 +257,7 @@ class Attention(Plan):
         """A layer's share of this team.
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-        store_out   (value, row, column)
+        store_out   (value, row, column); not for a row whose splits are left apart
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
         prefetch_below  if a row has fewer keys than its share of so many; None: always
@@ -325,6 +325,11 @@ class Attention(Plan):
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""
         return self._splits(position)[-1] == 1
+
+    def received(self, exchange: Exchange, row, position, columns: list[tuple]) -> list:
+        """Wait for the splits of a row that has several, where they are left apart: its outputs at columns,
+        an index and a constant each."""
+        return put_together(self, exchange, row, self._splits(position)[-1], columns)
 
     def _splits(self, position):
         """(keys with the new one, if there is one, keys before it, splits) of a row."""

@@ -44,6 +44,7 @@ class Plan:
     one_launch: bool = False  # a phase of a launch, whose blocks all run at once; 8 warps of each attend
     tokens: int = 1  # neighbouring rows that are one sequence's tokens, one after another
     all_splits: bool = False  # whether a row with several splits has all of them
+    apart: bool = False  # whether splits are left to who reads a row's outputs (`Attention.received`)
     other_warps: bool = False  # whether a block of one launch has more warps, which do not attend
 
     @property

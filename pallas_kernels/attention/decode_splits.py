@@ -1,7 +1,8 @@
 """How a row's attention is put together, of what warps and blocks have of its keys (decode.py).
 
     warps' (m, l, o)    -> the split's, through shared memory or as decode_values.py has it
-    splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part
+    splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part,
+                                    or who reads them makes those that it reads (`put_together`)
 
 m is the largest score, l the sum of weights 2^(score - m), o the weighted values. A head's sink has no value:
 its weight joins l once, where o is divided by it. Splits meet without a
@@ -11,19 +12,23 @@ barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
 
 from pallas_kernels.attention.decode_cache import Share, team_barrier, team_begin, team_thread
 from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
-from pallas_kernels.gpu.values import ceil_divided, index, minimum, select
+from pallas_kernels.gpu.values import ceil_divided, greatest, index, minimum, real, select
 from pallas_kernels.gpu.values import maximum as largest_of
 from pallas_kernels.gpu.values import total as added
 
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
+AT_ONCE = 8  # splits that `put_together` waits for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +188,7 @@ class Splits:
             with lanes.when(several) if passed_on else contextlib.nullcontext():
                 team_barrier(self.plan)()
                 self.after_keys()
-        if self.plan.splits > 1:
+        if self.plan.splits > 1 and not self.plan.apart:
             with lanes.when(several), self.around(False):
                 self._make(team_thread(self.plan))
 
@@ -234,3 +239,54 @@ class Splits:
             both = lambda x=x, distance=distance: [combine(v, lanes.swapped(v, distance)) for v in x]  # noqa: E731
             x = both() if distance == 1 else lanes.choose(together > distance, both, x)
         return x
+
+
+def put_together(plan: Plan, exchange: Exchange, row, splits, columns: list[tuple]) -> list:
+    """Wait for all of a row's splits and put them together: outputs at columns that this lane reads, an index
+    and a constant each, whose remainders by 128 add up to less than 128."""
+    size, unit, at_once = plan.heads * plan.head_dim, math.gcd(plan.head_dim, 128), min(plan.splits, AT_ONCE)
+    heads: dict[tuple, list] = {}  # columns of one head, by number
+    for number, (at, constant) in enumerate(columns):
+        heads.setdefault((id(at), constant // unit), []).append(number)
+
+    def places(first) -> list:
+        """Of the outputs and the sum of weights of each head and split."""
+        out = []
+        for (_, units), numbers in heads.items():
+            column = columns[numbers[0]][0] + units * unit
+            begin, element = (column // size + row * (plan.owners // plan.rows)) * plan.splits, column % size
+            for s in range(at_once):
+                at = (minimum(first + s, splits - 1) + begin) * plan.partial
+                out += [((at + element, columns[number][1] % unit), 1) for number in numbers]
+                out.append(((at + element // plan.head_dim, size), 1))
+        return out
+
+    def more_splits(first, carry):
+        loaded, joined = iter(exchange.receive(places(first))), []
+        for state, numbers in zip(jax.tree.unflatten(structure, carry), heads.values(), strict=True):
+            parts = [state]
+            for s in range(at_once):
+                outputs, log_total = [next(loaded) for _ in numbers], next(loaded)
+                parts.append((select(first + s < splits, log_total, LOWEST), 1.0, outputs))
+            joined.append(_joined(parts))
+        return jax.tree.leaves(joined)
+
+    begun = [(real(LOWEST), real(0), [real(0)] * len(numbers)) for numbers in heads.values()]
+    leaves, structure = jax.tree.flatten(begun)
+    states = jax.tree.unflatten(structure, lanes.loop(0, splits, at_once, leaves, more_splits))
+    made = {}
+    for numbers, (_, total, outputs) in zip(heads.values(), states, strict=True):
+        inverse = lanes.reciprocal(total)
+        made |= {number: output * inverse for number, output in zip(numbers, outputs, strict=True)}
+    return [made[number] for number in range(len(columns))]
+
+
+def _joined(parts: list[tuple]) -> tuple:
+    """(m, l, o) of parts (m, l, o) whose weights are 2^m."""
+    largest = greatest([m for m, *_ in parts])
+    weights = [lanes.exp2(m - largest) for m, *_ in parts]
+    return (
+        largest,
+        weighted(weights, [total for _, total, _ in parts]),
+        [weighted(weights, each) for each in zip(*(o for *_, o in parts), strict=True)],
+    )

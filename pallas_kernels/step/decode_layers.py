@@ -34,7 +34,7 @@ from pallas_kernels.attention.decode_sources import visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum, select, total, true
+from pallas_kernels.gpu.values import index, minimum, real, select, total, true
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
 from pallas_kernels.step import low_rank
@@ -236,7 +236,7 @@ class _Step:
                 self.cache, self.lane_state, layer, self.scratch,
                 load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4),
                 store_out=functools.partial(self._store_attended, layer),
-                exchange=Exchange(workspace.ref, workspace_words(self.shapes), tag),
+                exchange=self._splits(layer),
                 next_layer=minimum(layer + 1, self.layers - 1),
                 prefetch_below=MOST_EARLY_KEYS,
                 pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
@@ -269,7 +269,7 @@ class _Step:
             if phase in (Phase.QKV, Phase.GATE_UP):
                 load = functools.partial(self._residual, phase, layer, row)
             else:
-                load = functools.partial(self.workspace.receive, phase, layer, row, count=1)
+                load = functools.partial(self._receive_row, phase, layer, row)
             self._pass_on_group(phase, layer, group, row, load)
 
         if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
@@ -359,6 +359,25 @@ class _Step:
         x = p.own_columns(me, lambda columns: workspace.receive(phase, layer, index(0), columns, 1))
         self._request_during(phase, layer)
         return p.quantize_own(me, x, gamma)
+
+    def _receive_row(self, phase: Phase, layer, row, columns) -> list:
+        """Wait for what o or down reads of a row of several at columns, an index and a constant each; of
+        attention, which leaves splits apart, for all of them."""
+        whole = functools.partial(self.workspace.receive, phase, layer, row, columns, 1)
+        if phase != Phase.O or self.attention.splits == 1:
+            return whole()
+        position = memory.load(self.cache.positions, row)
+        apart = functools.partial(self.attention.received, self._splits(layer), row, position, columns)
+        if self.attends_groups:  # then attention has passed on rows of one split
+            return apart()
+        has_one = self.attention.has_one_split(position)
+        x = lanes.choose(~has_one, apart, [real(0)] * len(columns))
+        return lanes.choose(has_one, whole, x)
+
+    def _splits(self, layer) -> Exchange:
+        """Where splits of attention meet."""
+        tag = self.workspace.tag_written(Phase.ATTENTION, layer)
+        return Exchange(self.workspace.ref, workspace_words(self.shapes), tag)
 
     def _sums(self, phase: Phase):
         """Shared memory for a phase's sums and squares."""

@@ -134,7 +134,7 @@ class Shapes:
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
             normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True, tokens=self.tokens,
-            other_warps=self.warps > WARPS, all_splits=bool(self.changes),
+            other_warps=self.warps > WARPS, all_splits=bool(self.changes), apart=self.passes_on,
         )  # fmt: skip
 
     def beside(self, phase: Phase) -> Beside:

@@ -97,6 +97,22 @@ def check(kernel, N, K, rows, kind, bits):
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize(("kernel", "bound"), [(decode_s8, 5e-6), (decode_ring, 3e-5)])
+def test_coefficients_of_sums_are_rounded_as_said(kernel, bound):
+    """8 rows whose scales are no powers of two. A block of the ring passes coefficients on with 22 bits of
+    their mantissa, that is 0.01 steps of an activation for a group (byte_product.py)."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((8, 2048)).astype(np.float32), drawn("q1_0", (1, 320, 2048), 0)
+    groups = x.reshape(8, -1, 128)
+    scales = (abs(groups).max(-1, keepdims=True) / 127).astype(np.float64)
+    inputs = (np.rint(groups / np.float32(scales)) * scales).reshape(8, 2048)
+    want = inputs @ w.dense[0].astype(np.float64).T
+    tiled = w.tiled.replace(products=Products(activation_bits=8))
+    with lockstep(at_a_time=16):
+        got = kernel.run(jnp.asarray(x), (tiled,), 0, 0, None, 0.0, None, SILU)
+    assert np.linalg.norm(got - want) < bound * np.linalg.norm(want)
+
+
 @pytest.mark.parametrize(
     ("gpu", "tiles"),
     [("sm_90", (6, 2, 3, 9)), ("sm_80", (8, 3, 3, 6)), ("sm_120", (5, 2, 2, 7))],

@@ -103,6 +103,15 @@ CASES += [
     (2, 2304, 384, 4, 2, 5, [20], 8, False, False, True, "bfloat16"),
     (2, 384, 2304, 4, 2, 9, [20], 8, False, True, False, "float16"),  # a tile of down is copied in pieces
 ]
+# Who reads the splits of a row puts them together: two of one row, as many as there are of more rows, whose
+# groups of 128 may be of two blocks of attention.
+CASES += [
+    (3, 384, 512, 4, 2, 20, [150], 8, False, True, False, "float16"),
+    (2, 4096, 384, 2, 1, 6, [140], (8, 16), True, True, False, "bfloat16"),
+    (3, 384, 512, 4, 2, 66, [900, 500, 20], 8, True, True, False, "float16"),
+    (2, 384, 512, 6, 2, 24, [600, 20, 150], 8, False, True, True, "int8"),
+    (2, 384, 640, 4, 2, 40, [260, 130, 20, -1, 300, 5], 8, False, True, False, "float16"),
+]
 
 
 def bits_of(bits: int | tuple[int, int]) -> tuple[int, int]:

@@ -73,7 +73,8 @@ class ByteProduct(Product):
     @staticmethod
     def columns_of_lane(group) -> list[tuple]:
         lane = integer(lanes.thread() % 32)
-        return [(group * GROUP + index(lane // 8 * 32 + lane % 8), 8 * b) for b in range(4)]
+        at = group * GROUP + index(lane // 8 * 32 + lane % 8)
+        return [(at, 8 * b) for b in range(4)]
 
     @property
     def section_rows(self) -> int:

@@ -83,7 +83,8 @@ class PlaneProduct(Product):
 
     @staticmethod
     def columns_of_lane(group) -> list[tuple]:
-        return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
+        at = group * GROUP + lanes.thread() % 32
+        return [(at, 32 * i) for i in range(4)]
 
     def words_of_digit(self, row, packed, scale, squares, tag) -> list:
         lane, count = lanes.thread() % 32, self.products
