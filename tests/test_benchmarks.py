@@ -300,6 +300,16 @@ def test_a_state_in_float16_has_an_error_between_those_of_float32_and_bfloat16()
     assert not jax.config.jax_enable_x64
 
 
+def test_whole_calls_of_generate():
+    arguments = ["-m", "synth:tiny-llama:q8_0", "-b", "1,3", "-p", 9, "-n", 5, "-r", 2]
+    one, three = (json.loads(line) for line in main("generate", *arguments).splitlines())
+    assert (one["prompts"], three["prompts"]) == (1, 3)
+    assert one["first_piece_ms"] > 0 and three["first_piece_ms"] is None
+    for row in (one, three):
+        assert 0 < row["tok_s_min"] <= row["tok_s"] <= row["tok_s_max"]
+        assert (row["prompt_tokens"], row["new_tokens"]) == (9, 5)
+
+
 def test_llama_cpp_reads_the_tokens_that_are_timed_here_and_both_have_rows(tmp_path, monkeypatch, capsys):
     from tests.bonsai_jax.test_oracle import as_file
 
