@@ -2,10 +2,10 @@
 
     python benchmarks/generate.py -m synth:bonsai-8b:q1_0 -b 1,8,64,256 [-p 128] [-n 256] [-r 5] > rows.jsonl
 
-Each call has other prompts, of random tokens, and goes on past ends of answers. Three calls before do not
-count: the first may run on programs of another size while its own are compiled (engine/stand_in.py). With
-more than 64 prompts RunConfig.batch_size is as large; all else is as the library has it. A row has the
-commit, the device and:
+Each call has other prompts, of random tokens, and goes on past ends of answers. Four calls before do not
+count: the last of them compiles what programs of other sizes stood in for (engine/stand_in.py). With more
+than 64 prompts RunConfig.batch_size is as large; all else is as the library has it. A row has the commit,
+the device and:
 
     prompts         of a call
     tok_s, tok_s_min, tok_s_max  new tokens per second of whole calls: the median and the extremes
@@ -24,7 +24,7 @@ import bonsai_jax as bj
 from bonsai_jax.measure import bench
 
 BATCH_SIZE = 64  # that a model has if nothing is said
-UNCOUNTED = 3
+UNCOUNTED = 4
 
 
 @dataclasses.dataclass(frozen=True)
