@@ -182,7 +182,7 @@ class Splits:
             made.outputs(send)
 
     def meet(self):
-        """Make this split's part of the outputs, if there are several."""
+        """Make this split's part of the outputs, if there are several, and unless `put_together` does."""
         several, passed_on = ~(self.share.splits == 1), self.pass_on is not None
         if self.after_keys is not None and not (passed_on and self.plan.splits == 1):
             with lanes.when(several) if passed_on else contextlib.nullcontext():

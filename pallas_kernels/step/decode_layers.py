@@ -361,8 +361,8 @@ class _Step:
         return p.quantize_own(me, x, gamma)
 
     def _receive_row(self, phase: Phase, layer, row, columns) -> list:
-        """Wait for what o or down reads of a row of several at columns, an index and a constant each; of
-        attention, which leaves splits apart, for all of them."""
+        """Of several rows, wait for what o or down reads of one at columns, an index and a constant each.
+        Attention leaves a row's splits apart, so o's inputs are made of them here."""
         whole = functools.partial(self.workspace.receive, phase, layer, row, columns, 1)
         if phase != Phase.O or self.attention.splits == 1:
             return whole()

@@ -38,8 +38,9 @@ def free_share() -> float:
 
 
 def test_a_large_pool_fits_after_a_small_one():
-    if free_share() < 0.9:
-        pytest.skip("other processes have memory of this GPU; run this test alone")
+    # Other workers may only be about to take theirs.
+    if free_share() < 0.9 or int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("other processes have memory of this GPU; run this test without xdist: pytest -n 0")
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, check=False
