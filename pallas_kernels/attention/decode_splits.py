@@ -243,7 +243,7 @@ class Splits:
 
 def put_together(plan: Plan, exchange: Exchange, row, splits, columns: list[tuple]) -> list:
     """Wait for all of a row's splits and put them together: outputs at columns that this lane reads, an index
-    and a constant each, whose remainders by 128 add up to less than 128."""
+    and a constant each, whose remainders by 128 add up to less than 128. Heads have no sinks."""
     size, unit, at_once = plan.heads * plan.head_dim, math.gcd(plan.head_dim, 128), min(plan.splits, AT_ONCE)
     heads: dict[tuple, list] = {}  # columns of one head, by number
     for number, (at, constant) in enumerate(columns):
