@@ -165,7 +165,7 @@ def changes_of(sizes, parts, ranks, layers, dtype, adapters=None):
     return StepChanges(tuple(made.values()), chosen), changed
 
 
-def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None, tokens=1, more_pages=2):
+def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None, tokens=1, more_pages=2, head_dim=64):
     """(x, keys, values) by the kernel and by definition, and the page table.
 
     first     in place of x[0, 0]
@@ -174,7 +174,7 @@ def both(case, first=None, ranks=None, dtype=jnp.float32, adapters=None, tokens=
     ranks     by matrices that have a low-rank change, of which each is the last of so many `adapters`
     """
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
-    (bits, down_bits), D, eps, B = bits_of(bits), 64, 1e-6, len(lengths)
+    (bits, down_bits), D, eps, B = bits_of(bits), head_dim, 1e-6, len(lengths)
     activation = GELU_TANH if case in (CASES[2], CASES[4]) else SILU
     rng = np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
@@ -229,6 +229,19 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
     slots = mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
     with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
         compare(case, *both(case))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        (2, 384, 512, 4, 2, 40, [900, 20, 150], 8, True, True, False, "float16"),
+        (2, 384, 512, 6, 2, 40, [130, 300, 20, -1, 5], 8, False, True, True, "int8"),
+    ],
+    ids=str,
+)
+def test_splits_of_heads_of_128_are_put_together(case):
+    """A lane's four outputs of a group are one head's; of heads of 64, two heads'."""
+    compare(case, *both(case, head_dim=128))
 
 
 TOGETHER = [
