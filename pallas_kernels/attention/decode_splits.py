@@ -150,24 +150,14 @@ class Splits:
     sink: Callable | None
     around: Callable
 
-    def give(self, made):
+    def give(self, made, may_be_alone: bool = True):
         """What warps have of a split, `Block` or decode_values.Dimensions: the output, if it is the row's
         only one, or what all its splits wait for."""
         plan, share = self.plan, self.share
         size, alone = plan.heads * plan.head_dim, share.splits == 1
-        with lanes.when(alone), self.around(True):
-            if self.pass_on is None:
-                made.outputs(self._store, self.sink)
-            else:
-                output = made.loader(self.sink)
-                if self.after_keys is not None:
-                    self.after_keys()  # `pass_on` takes long
-
-                def load(columns):
-                    """Outputs of columns of all heads, an index and a constant each."""
-                    return [output(first - share.heads * size + more) for first, more in columns]
-
-                self.pass_on(share.row, share.heads, load)
+        if may_be_alone:
+            with lanes.when(alone), self.around(True):
+                self._give_outputs(made)
         if plan.splits == 1:
             return
         with lanes.when(~alone):
@@ -180,6 +170,21 @@ class Splits:
                     self.exchange.send(begin + size + element // plan.head_dim, [log_total])
 
             made.outputs(send)
+
+    def _give_outputs(self, made):
+        """The outputs of a row's only split."""
+        if self.pass_on is None:
+            made.outputs(self._store, self.sink)
+            return
+        output, size = made.loader(self.sink), self.plan.heads * self.plan.head_dim
+        if self.after_keys is not None:
+            self.after_keys()  # `pass_on` takes long
+
+        def load(columns):
+            """Outputs of columns of all heads, an index and a constant each."""
+            return [output(first - self.share.heads * size + more) for first, more in columns]
+
+        self.pass_on(self.share.row, self.share.heads, load)
 
     def meet(self):
         """Make this split's part of the outputs, if there are several, and unless `put_together` does."""

@@ -40,7 +40,8 @@ def attend(work: LayerShare, smem, slots, load_qkv, give, next_layer=None, asked
                 xor that of its second, 0 if it has none, None if no warp has; None: keys and values go to
                 registers
     load_qkv    as for `decode.Attention.run`
-    give        gets decode_splits.Block or decode_values.Dimensions; called once, but traced twice
+    give        gets decode_splits.Block or decode_values.Dimensions, and whether the split may be its row's
+                only one (`may_be_alone`); called once, but traced twice
     next_layer  (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     loaded      as for `decode.Attention.run`
@@ -77,13 +78,14 @@ def attend(work: LayerShare, smem, slots, load_qkv, give, next_layer=None, asked
 
         begun, structure = jax.tree.flatten((decode_registers.begun(plan, warp.heads), carry))
         state = lanes.loop(first, share.stop, step, begun, next_visit)
-        give(decode_registers.joined(plan, smem, warp.heads, jax.tree.unflatten(structure, state)[0]))
+        return decode_registers.joined(plan, smem, warp.heads, jax.tree.unflatten(structure, state)[0])
 
     if slots is None or not plan.in_one_visit:
-        visit_own_keys()
+        give(visit_own_keys())
         return
     one_visit = share.stop - share.start <= step
     with lanes.when(one_visit):
         give(decode_values.visited(source_at(first, carry), slots, smem))
     with lanes.when(~one_visit):
-        visit_own_keys()
+        # In one launch a row's only split is always of one visit: code for another would take room (LOG.md).
+        give(visit_own_keys(), may_be_alone=plan.keys_of_one_split > step)
