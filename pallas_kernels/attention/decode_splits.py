@@ -152,7 +152,7 @@ class Splits:
 
     def give(self, made, may_be_alone: bool = True):
         """What warps have of a split, `Block` or decode_values.Dimensions: the output, if it is the row's
-        only one, or what all its splits wait for."""
+        only one (which may_be_alone=False rules out), or what all its splits wait for."""
         plan, share = self.plan, self.share
         size, alone = plan.heads * plan.head_dim, share.splits == 1
         if may_be_alone:

@@ -87,5 +87,5 @@ def attend(work: LayerShare, smem, slots, load_qkv, give, next_layer=None, asked
     with lanes.when(one_visit):
         give(decode_values.visited(source_at(first, carry), slots, smem))
     with lanes.when(~one_visit):
-        # In one launch a row's only split is always of one visit: code for another would take room (LOG.md).
+        # A row's only split is mostly of one visit. Where it always is, more code would take room (LOG.md).
         give(visit_own_keys(), may_be_alone=plan.keys_of_one_split > step)

@@ -103,8 +103,8 @@ CASES += [
     (2, 2304, 384, 4, 2, 5, [20], 8, False, False, True, "bfloat16"),
     (2, 384, 2304, 4, 2, 9, [20], 8, False, True, False, "float16"),  # a tile of down is copied in pieces
 ]
-# Who reads the splits of a row puts them together: two of one row, as many as there are of more rows, whose
-# groups of 128 may be of two blocks of attention.
+# Two splits: a row alone, whose blocks make its outputs. Of several rows, who reads splits puts them
+# together, also ten of them, and groups of 128 that are of two blocks of attention.
 CASES += [
     (3, 384, 512, 4, 2, 20, [150], 8, False, True, False, "float16"),
     (2, 4096, 384, 2, 1, 6, [140], (8, 16), True, True, False, "bfloat16"),
